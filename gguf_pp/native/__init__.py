@@ -1,0 +1,1 @@
+"""C kernels of the CPU, and whether they are there. No torch."""

@@ -1,0 +1,1 @@
+"""Block formats: reference dequantization, planes, products."""
