@@ -1,0 +1,198 @@
+"""CPU devices: a share of the cores, worker threads, real concurrency within one process.
+
+A compute stream is a thread pinned to the device's cores; torch's and our own kernels' thread
+teams are started from it, so that they stay on those cores and two devices do not fight. Copy
+streams are threads that only move memory. Torch releases the GIL inside its operations, our
+kernels do too: Python's part per operation is what devices of one process share.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from gguf_pp.backend.base import Buffer, Event, Memory, OutOfMemory
+from gguf_pp.backend.trace import Trace
+
+
+class CpuBuffer:
+    """Float32 [n_rows, n_cols] in RAM."""
+
+    def __init__(self, n_rows: int, n_cols: int) -> None:
+        self.tensor = torch.empty(n_rows, n_cols, dtype=torch.float32)
+        self.n_bytes = self.tensor.nbytes
+
+
+class CpuEvent:
+    """Points at the flag of its latest record; None before the first."""
+
+    def __init__(self) -> None:
+        self.flag: threading.Event | None = None
+
+    def synchronize(self) -> None:
+        """Block the host until the latest record has passed."""
+        if self.flag is not None:
+            self.flag.wait()
+
+
+class CpuStream:
+    """A worker thread and its queue."""
+
+    def __init__(self, name: str, cores: frozenset[int], n_threads: int, trace: Trace) -> None:
+        self.name = name
+        self._trace = trace
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._work, args=(cores, n_threads), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, event: Event) -> None:
+        """Hold later work on this stream until `event` has passed."""
+        assert isinstance(event, CpuEvent)
+        if event.flag is not None and not event.flag.is_set():
+            self._queue.put(event.flag.wait)
+
+    def record(self, event: Event) -> None:
+        """Let `event` pass once all work queued so far is done."""
+        assert isinstance(event, CpuEvent)
+        event.flag = threading.Event()
+        self._queue.put(event.flag.set)
+
+    def copy(self, dst: Buffer, src: Buffer, n_rows: int) -> None:
+        """Queue a copy of the first `n_rows` rows."""
+
+        def move() -> None:
+            start = time.perf_counter()
+            dst.tensor[:n_rows].copy_(src.tensor[:n_rows])
+            self._trace.add(self.name, "copy", start, time.perf_counter(), n_rows)
+
+        self._queue.put(move)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Queue `work`."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self, cores: frozenset[int], n_threads: int) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # a sandbox may forbid it; threads still suffice
+                os.sched_setaffinity(0, cores)
+        # Both torch's OpenMP and MKL counts are per calling thread.
+        torch.set_num_threads(n_threads)
+        with torch.inference_mode():
+            while (item := self._queue.get()) is not None:
+                item()
+
+
+class Budget:
+    """Bytes of RAM that the devices of one process may take together."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.total_bytes, available = system_memory()
+        self.limit_bytes = available if limit_bytes is None else limit_bytes
+        self.used_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, device: str, n_bytes: int, what: str) -> None:
+        """Count `n_bytes`, or raise OutOfMemory."""
+        with self._lock:
+            free = self.limit_bytes - self.used_bytes
+            if n_bytes > free:
+                raise OutOfMemory(device, what, n_bytes, free)
+            self.used_bytes += n_bytes
+
+    def give(self, n_bytes: int) -> None:
+        """Give back what `take` counted."""
+        with self._lock:
+            self.used_bytes -= n_bytes
+            assert self.used_bytes >= 0
+
+
+class CpuBackend:
+    """One CPU device: `name` as the user wrote it, the cores it owns, threads for its compute."""
+
+    def __init__(
+        self, name: str, cores: frozenset[int], n_threads: int, budget: Budget, trace: Trace
+    ) -> None:
+        self.name = name
+        self.cores = cores
+        self.n_threads = n_threads
+        self.trace = trace
+        self._budget = budget
+        self._streams: list[CpuStream] = []
+
+    def buffer(self, n_rows: int, n_cols: int, what: str) -> CpuBuffer:
+        """Reserve a buffer; raises OutOfMemory."""
+        self.reserve(4 * n_rows * n_cols, what)
+        return CpuBuffer(n_rows, n_cols)
+
+    def event(self) -> CpuEvent:
+        """Make an event that was never recorded."""
+        return CpuEvent()
+
+    def stream(self, name: str, *, compute: bool = False) -> CpuStream:
+        """Make a stream: a thread on this device's cores."""
+        n_threads = self.n_threads if compute else 1
+        stream = CpuStream(f"{self.name} {name}", self.cores, n_threads, self.trace)
+        self._streams.append(stream)
+        return stream
+
+    def reserve(self, n_bytes: int, what: str) -> None:
+        """Count `n_bytes` as taken; raises OutOfMemory if the RAM has less."""
+        self._budget.take(self.name, n_bytes, what)
+
+    def release(self, n_bytes: int) -> None:
+        """Give back what `reserve` took."""
+        self._budget.give(n_bytes)
+
+    def memory(self) -> Memory:
+        """Total and free bytes of the RAM, which all CPU devices share."""
+        free = self._budget.limit_bytes - self._budget.used_bytes
+        return Memory("ram", self._budget.total_bytes, max(0, free))
+
+    def close(self) -> None:
+        """End the device's threads."""
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+
+
+def share_cores(n_devices: int) -> list[frozenset[int]]:
+    """Deal the cores this process may use to `n_devices`, in contiguous shares.
+
+    With fewer cores than devices, devices share a core.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = cores or list(range(os.cpu_count() or 1))
+    edges = [i * len(cores) // n_devices for i in range(n_devices + 1)]
+    return [frozenset(cores[a : max(a + 1, b)]) for a, b in pairwise(edges)]
+
+
+def system_memory() -> tuple[int, int]:
+    """Total and available bytes of RAM, the container's limit respected where there is one.
+
+    Sources: proc(5) /proc/meminfo, and memory.max, memory.current of cgroup v2.
+    """
+    total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kib = {key: int(rest.split()[0]) for key, rest in (line.split(":", 1) for line in lines)}
+        total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())  # the word "max" is no number: no limit
+        used = int((group / "memory.current").read_text())
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return total, available

@@ -1,0 +1,259 @@
+"""What the user asked for, in the words of the flags, and what that means."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gguf_pp.errors import ConfigError
+
+MAX_COPIES = 16
+DEFAULT_UBATCH_SIZE = 512
+DEFAULT_COPIES = 2
+
+SplitMode = Literal["none", "layer"]
+Kernels = Literal["auto", "native", "torch"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Flags as given. A field has the name of its flag; None is a flag not given, or "auto"."""
+
+    device: str | None = None
+    split_mode: str = "layer"
+    tensor_split: str | None = None
+    layers: str | None = None
+    main_gpu: int = 0
+    n_gpu_layers: str | None = None
+    n_copies: int | None = None
+    ctx_size: int | None = None
+    batch_size: int = 2048
+    ubatch_size: int | None = None
+    parallel: int = 1
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    threads: str | None = None
+    kernels: str = "auto"
+    exact: bool = False
+    memory: str | None = None
+    override_kv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device by name: `kind` "cpu" and an index, or None for all cores; `share` of the layers
+    if shares were given; its `threads` if those were."""
+
+    name: str
+    kind: str
+    index: int | None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeConfig:
+    """Settings of one run, checked against each other. What only the model can settle stays
+    open: `ctx_size` None is as much as fits, `shares` and `layers` None is a split by bytes,
+    `ubatch_size` None is chosen per prompt."""
+
+    devices: tuple[Device, ...]
+    shares: tuple[float, ...] | None
+    layers: tuple[int, ...] | None
+    n_copies: int
+    ctx_size: int | None
+    batch_size: int
+    ubatch_size: int | None
+    n_slots: int
+    kv_types: tuple[str, str]
+    kernels: Kernels
+    exact: bool
+    memory_bytes: int | None
+    override_kv: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def max_ubatch_size(self) -> int:
+        """Rows that buffers are made for."""
+        return self.ubatch_size or min(DEFAULT_UBATCH_SIZE, self.batch_size)
+
+
+def resolve(asked: Options) -> RuntimeConfig:
+    """Check every flag and settle what does not depend on the model; raises ConfigError."""
+    devices = parse_devices(asked.device or "cpu")
+    notes: list[str] = []
+    shares = None if asked.tensor_split is None else parse_shares(asked.tensor_split)
+    layers = None if asked.layers is None else parse_counts("--layers", asked.layers)
+    if shares is not None and layers is not None:
+        raise ConfigError("-ts and --layers both say how to split", hint="give one of them")
+    mode = _choice("--split-mode", asked.split_mode, ("none", "layer"), _OTHER_MODES)
+    if shares is not None:
+        devices, shares = _open_shares(devices, shares)
+    if mode == "none":
+        devices, shares, layers = _main_device(devices, asked.main_gpu), None, None
+    if asked.n_gpu_layers is not None and all(d.kind == "cpu" for d in devices):
+        _n_gpu_layers(asked.n_gpu_layers)
+        notes.append("-ngl has no effect: there is no GPU among the devices")
+    devices = _with_threads(devices, asked.threads)
+    _sizes(asked)
+    return RuntimeConfig(
+        devices=devices,
+        shares=shares,
+        layers=layers,
+        n_copies=_copies(asked.n_copies, len(devices), notes),
+        ctx_size=asked.ctx_size or None,
+        batch_size=asked.batch_size,
+        ubatch_size=asked.ubatch_size,
+        n_slots=asked.parallel,
+        kv_types=(
+            _choice("--cache-type-k", asked.cache_type_k, ("f32", "f16")),
+            _choice("--cache-type-v", asked.cache_type_v, ("f32", "f16")),
+        ),
+        kernels=_kernels(asked.kernels),
+        exact=asked.exact,
+        memory_bytes=None if asked.memory is None else parse_bytes("--memory", asked.memory),
+        override_kv=asked.override_kv,
+        notes=tuple(notes),
+    )
+
+
+def parse_devices(text: str) -> tuple[Device, ...]:
+    """`cpu`, or `cpu:0,cpu:1`: names in pipeline order."""
+    devices = []
+    for name in text.split(","):
+        match = re.fullmatch(r"cpu(?::(\d{1,4}))?", name.strip())
+        if match is None:
+            raise ConfigError(
+                f"no device {name.strip()!r}",
+                hint="devices of this version: cpu (all cores), or cpu:0,cpu:1,... (equal shares)",
+            )
+        index = None if match[1] is None else int(match[1])
+        devices.append(Device(match[0], "cpu", index))
+    names = [d.name for d in devices]
+    if repeated := sorted({n for n in names if names.count(n) > 1}):
+        raise ConfigError(f"device {repeated[0]!r} is named twice")
+    if "cpu" in names and len(names) > 1:
+        raise ConfigError(
+            "cpu is all cores and leaves none for another device",
+            hint="name shares of the cores instead: cpu:0,cpu:1",
+        )
+    return tuple(devices)
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    """`3,1` or `3/1`: finite, not negative, not all zero."""
+    try:
+        shares = tuple(float(part) for part in re.split("[,/]", text))
+    except ValueError as exc:
+        raise ConfigError(f"-ts {text!r} is not a list of numbers such as 3,1") from exc
+    if any(not math.isfinite(s) or s < 0 for s in shares):
+        raise ConfigError(f"-ts {text!r}: shares are finite and not negative")
+    if not any(shares):
+        raise ConfigError(f"-ts {text!r} leaves no device: at least one share must be above 0")
+    return shares
+
+
+def parse_counts(flag: str, text: str) -> tuple[int, ...]:
+    """`10,12,8`: positive whole numbers."""
+    parts = [part.strip() for part in re.split("[,/]", text)]
+    if not all(re.fullmatch(r"\d{1,9}", part) and int(part) > 0 for part in parts):
+        raise ConfigError(f"{flag} {text!r} is not a list of positive whole numbers")
+    return tuple(int(part) for part in parts)
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """`8GiB`, `512M`, `1.5g` or plain bytes; units are powers of 1024."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"{flag} {text!r} is not a size such as 8GiB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+_OTHER_MODES = {
+    "row": "rows of a matrix are not split over devices here",
+    "tensor": "tensors are not split over devices here",
+}
+
+
+def _choice(
+    flag: str, value: str, allowed: Sequence[str], why_not: dict[str, str] | None = None
+) -> str:
+    if value not in allowed:
+        hint = (why_not or {}).get(value, "")
+        hint = f"{hint}; choose one of {', '.join(allowed)}".lstrip("; ")
+        raise ConfigError(f"{flag} cannot be {value!r}", hint=hint)
+    return value
+
+
+def _kernels(value: str) -> Kernels:
+    _choice("--kernels", value, ("auto", "native", "torch"))
+    return value  # type: ignore[return-value]
+
+
+def _open_shares(
+    devices: tuple[Device, ...], shares: tuple[float, ...]
+) -> tuple[tuple[Device, ...], tuple[float, ...]]:
+    """Leave out devices with a share of 0."""
+    if len(shares) != len(devices):
+        raise ConfigError(
+            f"-ts has {len(shares)} shares for {len(devices)} devices",
+            hint="one share per device, in the order of --device",
+        )
+    kept = [(d, s) for d, s in zip(devices, shares, strict=True) if s > 0]
+    return tuple(d for d, _ in kept), tuple(s for _, s in kept)
+
+
+def _main_device(devices: tuple[Device, ...], main_gpu: int) -> tuple[Device, ...]:
+    if not 0 <= main_gpu < len(devices):
+        raise ConfigError(f"-mg {main_gpu}: there are {len(devices)} devices, counted from 0")
+    return (devices[main_gpu],)
+
+
+def _n_gpu_layers(value: str) -> None:
+    if value not in ("auto", "all") and not re.fullmatch(r"-?\d{1,9}", value):
+        raise ConfigError(f"-ngl {value!r} is not a number of layers, auto or all")
+
+
+def _with_threads(devices: tuple[Device, ...], threads: str | None) -> tuple[Device, ...]:
+    if threads is None:
+        return devices
+    counts = parse_counts("--threads", threads)
+    if len(counts) == 1:
+        counts *= len(devices)
+    if len(counts) != len(devices):
+        raise ConfigError(f"--threads has {len(counts)} numbers for {len(devices)} devices")
+    if max(counts) > 1024:
+        raise ConfigError(f"--threads cannot be {max(counts)}", hint="at most 1024")
+    return tuple(Device(d.name, d.kind, d.index, n) for d, n in zip(devices, counts, strict=True))
+
+
+def _copies(asked: int | None, n_devices: int, notes: list[str]) -> int:
+    if asked is not None and not 1 <= asked <= MAX_COPIES:
+        raise ConfigError(f"--n-copies cannot be {asked}", hint=f"1 to {MAX_COPIES}, or auto")
+    if n_devices == 1:
+        if asked is not None and asked > 1:
+            notes.append(f"--n-copies {asked} has no effect: there is one device")
+        return 1
+    return DEFAULT_COPIES if asked is None else asked
+
+
+def _sizes(asked: Options) -> None:
+    limits = {
+        "--ctx-size": (asked.ctx_size or 1, 1 << 30),
+        "--batch-size": (asked.batch_size, 1 << 20),
+        "--ubatch-size": (asked.ubatch_size or 1, 1 << 16),
+        "--parallel": (asked.parallel, 1 << 12),
+    }
+    if asked.ubatch_size is not None:
+        limits["--ubatch-size"] = (asked.ubatch_size, 1 << 16)
+    for flag, (value, most) in limits.items():
+        if not 1 <= value <= most:
+            raise ConfigError(f"{flag} cannot be {value}", hint=f"1 to {most}")
+    if asked.ubatch_size is not None and asked.ubatch_size > asked.batch_size:
+        raise ConfigError(
+            f"--ubatch-size ({asked.ubatch_size}) exceeds --batch-size ({asked.batch_size})",
+            hint="a batch is cut into ubatches",
+        )

@@ -1,0 +1,335 @@
+"""Sequences, slots and groups: what runs next, and where each token goes.
+
+The engine is driven by its caller: `step` queues what may go, then waits for the oldest ubatch in
+flight. Sequences join and leave between steps. Prompts are cut into ubatches that follow each other
+down the stages; decoding sequences are dealt into groups, so that every device has a group to work
+on while another has the next one.
+
+All decisions (lengths, positions, slots) are made here, in one thread. On the last device only
+sampling happens, and it touches nothing but the samplers of the ubatch's own sequences, each of
+which has no other ubatch in flight at that moment.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from gguf_pp.batch import Span, UBatch
+from gguf_pp.errors import RequestError
+from gguf_pp.pipeline.build import Pipeline
+from gguf_pp.pipeline.executor import Take, Ticket
+from gguf_pp.pipeline.groups import auto_ubatch_size, choose_groups, fit_stage_time
+from gguf_pp.sampling import Sampler, SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+REGROUP_STEPS = 16
+"""Ubatches between two choices of the number of groups."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence, from its prompt to its last token. Times are perf_counter seconds.
+
+    Tokens, by where they are (`n_queued` cells are computed or on their way):
+        [0, n_queued)         in the KV cache once their ubatches are through
+        [n_queued, n_prompt)  of the prompt, still to be queued
+        the last one          sampled, and queued next
+    """
+
+    prompt: tuple[int, ...]
+    sampler: Sampler
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    slot: int = -1
+    n_queued: int = 0
+    n_cached: int = 0
+    n_in_flight: int = 0
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    added_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+
+    @property
+    def generated(self) -> list[int]:
+        """Tokens after the prompt."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether some of the prompt is still to be queued."""
+        return self.n_queued < len(self.prompt)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a sampled token waits to be queued."""
+        return not self.in_prompt and self.n_queued < len(self.tokens)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A ubatch on its way, whose requests get a token from it, and the tokens."""
+
+    ticket: Ticket
+    requests: list[Request]
+    emitting: list[Request]
+    tokens: list[int]
+    decodes: bool
+
+
+class Engine:
+    """Runs requests on a pipeline, `n_slots` at a time."""
+
+    def __init__(self, pipeline: Pipeline, eog_ids: Iterable[int]) -> None:
+        self.pipeline = pipeline
+        self.eog_ids = frozenset(eog_ids)
+        self.n_slots = pipeline.config.n_slots
+        self.ctx_size = pipeline.rung.ctx_size
+        self.n_groups = 1
+        self._waiting: deque[Request] = deque()
+        self._active: list[Request] = []
+        self._flights: deque[_Flight] = deque()
+        # Tokens whose keys and values each slot still holds, for prompts that begin alike.
+        self._slot_tokens: list[list[int]] = [[] for _ in range(self.n_slots)]
+        self._free_slots = set(range(self.n_slots))
+        self._host_s = 0.0
+        self._n_decodes = 0
+
+    def add(self, prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> Request:
+        """Enqueue a sequence; it starts when a slot is free.
+
+        `max_tokens` -1 is until the end of generation or of the context. Raises RequestError
+        for a prompt that cannot be served, before anything is computed.
+        """
+        self._check(prompt)
+        request = Request(
+            prompt=tuple(prompt),
+            sampler=Sampler(params, self.eog_ids, prompt),
+            max_tokens=max_tokens,
+            tokens=list(prompt),
+            added_s=time.perf_counter(),
+        )
+        if max_tokens == 0:
+            self._finish(request, "length")
+        else:
+            self._waiting.append(request)
+        return request
+
+    def _check(self, prompt: Sequence[int], room: int = 1) -> None:
+        """Refuse a prompt that leaves less than `room` cells, or names unknown tokens."""
+        n_vocab = self.pipeline.n_vocab
+        if not prompt:
+            raise RequestError("the prompt is empty", hint="give it at least one token")
+        if len(prompt) + room > self.ctx_size:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context {self.ctx_size}",
+                hint="raise -c, or shorten the prompt: at least one cell is needed for the answer",
+            )
+        if bad := [t for t in prompt if not 0 <= t < n_vocab]:
+            raise RequestError(f"token id {bad[0]} is outside of the vocabulary of {n_vocab}")
+
+    def cancel(self, request: Request) -> None:
+        """End a request now. Its slot is free once its ubatches in flight are through."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.finish_reason is None:
+            self._finish(request, "cancelled")
+        self._leave_if_idle(request)
+
+    def step(self) -> bool:
+        """Queue what may go, then wait for the oldest ubatch; False when nothing is left to do."""
+        start = time.perf_counter()
+        self._admit()
+        while (flight := self._next_flight()) is not None:
+            self._flights.append(flight)
+        if not self._flights:
+            return False
+        self._host_s += 0.1 * (time.perf_counter() - start - self._host_s)
+        self._land(self._flights.popleft())
+        return True
+
+    def drain(self) -> None:
+        """Wait for everything in flight, whatever comes of it."""
+        while self._flights:
+            self._land(self._flights.popleft())
+
+    def evaluate(self, tokens: Sequence[int], take: Take) -> None:
+        """Run one sequence from position 0 and hand the logits of every token to `take`.
+
+        The ranges that `take` gets index `tokens`. Raises RequestError as `add` does; the engine
+        must have a free slot.
+        """
+        self._check(tokens, room=0)
+        self.drain()
+        if not self._free_slots:
+            raise RequestError("no slot is free", hint="finish or cancel a request first")
+        slot = min(self._free_slots)
+        self._slot_tokens[slot] = []
+        tickets = []
+        size = self._ubatch_size(len(tokens))
+        for first in range(0, len(tokens), size):
+            part = tokens[first : first + size]
+            ubatch = UBatch(tuple(part), (Span(slot, first, len(part)),), tuple(range(len(part))))
+            tickets.append(self.pipeline.executor.submit(ubatch, _shifted(take, first)))
+        for ticket in tickets:
+            ticket.wait()
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests, each the slot that holds most of its prompt."""
+        while self._waiting and self._free_slots:
+            request = self._waiting.popleft()
+            # At least the last token is computed again: its logits are what we want.
+            limit = len(request.prompt) - 1
+            shared = {
+                slot: min(limit, _common_prefix(self._slot_tokens[slot], request.prompt))
+                for slot in sorted(self._free_slots)
+            }
+            request.slot = max(shared, key=lambda slot: shared[slot])
+            request.n_queued = request.n_cached = shared[request.slot]
+            request.started_s = time.perf_counter()
+            self._free_slots.remove(request.slot)
+            self._active.append(request)
+
+    def _next_flight(self) -> _Flight | None:
+        """Queue a decode group if one may go, else a part of the prompts, else nothing."""
+        n_stages = len(self.pipeline.stages)
+        decoding = [r for r in self._active if r.finish_reason is None and not r.in_prompt]
+        ready = [r for r in decoding if r.ready]
+        if ready and sum(f.decodes for f in self._flights) < self._groups(len(decoding)):
+            size = -(-len(decoding) // self.n_groups)
+            limit = min(size, self.pipeline.rung.ubatch_size)
+            return self._submit([(r, 1) for r in ready[:limit]], decodes=True)
+        if len(self._flights) >= n_stages + self.pipeline.rung.n_copies:
+            return None
+        parts = self._prompt_parts()
+        return self._submit(parts, decodes=False) if parts else None
+
+    def _groups(self, n_decoding: int) -> int:
+        """How many groups may be in flight, chosen anew every few ubatches."""
+        n_stages = len(self.pipeline.stages)
+        if not self.pipeline.executor.pipelined:
+            self.n_groups = 1
+        elif self._n_decodes % REGROUP_STEPS == 0 or self.n_groups > n_decoding:
+            fits = [
+                fit
+                for stage in self.pipeline.stages
+                if (fit := fit_stage_time((n, s) for n, n_out, s in stage.recent if n == n_out))
+            ]
+            if len(fits) == n_stages:
+                a, b = max(fits, key=lambda fit: fit[0] + fit[1] * n_decoding)
+                self.n_groups = choose_groups(n_decoding, n_stages, a, b, self._host_s)
+            else:
+                self.n_groups = min(n_decoding, n_stages)
+        return self.n_groups
+
+    def _prompt_parts(self) -> list[tuple[Request, int]]:
+        """Requests and how many of their prompt tokens make the next ubatch."""
+        prompts = [r for r in self._active if r.finish_reason is None and r.in_prompt]
+        left = sum(len(r.prompt) - r.n_queued for r in prompts)
+        if not left:
+            return []
+        room = self._ubatch_size(max(left, max(len(r.prompt) for r in prompts)))
+        in_flight = sum(f.ticket.ubatch.n_rows for f in self._flights)
+        if self._flights and in_flight + room > self.pipeline.config.batch_size:
+            return []
+        parts = []
+        for request in prompts:
+            n = min(room, len(request.prompt) - request.n_queued)
+            if n:
+                parts.append((request, n))
+            room -= n
+        return parts
+
+    def _ubatch_size(self, n_tokens: int) -> int:
+        """As asked for, else chosen from the prompt's length."""
+        limit = self.pipeline.rung.ubatch_size
+        if self.pipeline.config.ubatch_size is not None or not self.pipeline.executor.pipelined:
+            return limit
+        return auto_ubatch_size(n_tokens, len(self.pipeline.stages), limit)
+
+    def _submit(self, parts: Sequence[tuple[Request, int]], *, decodes: bool) -> _Flight:
+        tokens: list[int] = []
+        spans: list[Span] = []
+        outputs: list[int] = []
+        emitting: list[Request] = []
+        for request, n in parts:
+            spans.append(Span(request.slot, request.n_queued, n))
+            tokens += request.tokens[request.n_queued : request.n_queued + n]
+            request.n_queued += n
+            request.n_in_flight += 1
+            if request.n_queued == len(request.tokens):
+                outputs.append(len(tokens) - 1)
+                emitting.append(request)
+        ubatch = UBatch(tuple(tokens), tuple(spans), tuple(outputs))
+        sampled: list[int] = []
+        samplers = [request.sampler for request in emitting]
+
+        def take(logits: Tensor, rows: range) -> None:
+            values = logits.numpy()
+            sampled.extend(samplers[i](values[i - rows.start]) for i in rows)
+
+        ticket = self.pipeline.executor.submit(ubatch, take)
+        self._n_decodes += decodes
+        return _Flight(ticket, [r for r, _ in parts], emitting, sampled, decodes)
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a ubatch and give its tokens to their requests.
+
+        What fails fails the requests of this ubatch only.
+        """
+        try:
+            flight.ticket.wait()
+        except Exception as exc:  # noqa: BLE001 - kept, and raised where the request is read
+            for request in flight.requests:
+                request.error = exc
+                if request.finish_reason is None:
+                    self._finish(request, "error")
+        else:
+            for request, token in zip(flight.emitting, flight.tokens, strict=True):
+                self._receive(request, token)
+        for request in flight.requests:
+            request.n_in_flight -= 1
+            self._leave_if_idle(request)
+
+    def _receive(self, request: Request, token: int) -> None:
+        if request.finish_reason is not None:
+            return
+        if not request.generated:
+            request.first_token_s = time.perf_counter()
+        request.tokens.append(token)
+        if token in self.eog_ids:
+            self._finish(request, "stop")
+        elif 0 < request.max_tokens <= len(request.generated):
+            self._finish(request, "length")
+        elif len(request.tokens) >= self.ctx_size:
+            self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        request.finished_s = time.perf_counter()
+
+    def _leave_if_idle(self, request: Request) -> None:
+        """Give the slot back once nothing of a finished request is in flight."""
+        if request.finish_reason is None or request.n_in_flight or request not in self._active:
+            return
+        self._active.remove(request)
+        self._slot_tokens[request.slot] = (
+            [] if request.error is not None else request.tokens[: request.n_queued]
+        )
+        self._free_slots.add(request.slot)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return sum(1 for _ in pairs)
+
+
+def _shifted(take: Take, first: int) -> Callable[[Tensor, range], None]:
+    return lambda logits, rows: take(logits, range(rows.start + first, rows.stop + first))

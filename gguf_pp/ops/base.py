@@ -1,0 +1,124 @@
+"""The words a model is written in.
+
+An `Ops` belongs to one stage: it owns the scratch and the threads of that stage's device and is
+called from one thread only. Results are tensors of their own: none is overwritten by a later call.
+Shapes: T rows (tokens) of the ubatch, E width, H query heads, K kv heads, D head size, V
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from gguf_pp.batch import UBatch
+from gguf_pp.quants.raw import RawTensor
+
+Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
+
+
+class Matrix(Protocol):
+    """A weight matrix at rest on a device, still quantized: [n_rows, n_cols], y = x Wᵀ.
+
+    May consist of several GGUF tensors stacked by rows (q, k and v; gate and up).
+    """
+
+    n_rows: int
+    n_cols: int
+    n_bytes: int
+
+
+class LayerKV(Protocol):
+    """Keys and values of one layer, for all slots; only the Ops that made it looks inside."""
+
+    n_slots: int
+    n_cells: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotation tables: `cos` and `sin` float32 [n_positions, n_rot/2], magnitude included.
+
+    `neox` rotates the pairs (i, i + n_rot/2), otherwise (2i, 2i + 1). Dimensions from n_rot on
+    pass unchanged.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    neox: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """How one layer attends. `window` 0 is unlimited, otherwise a row at position p sees
+    positions in (p - window, p]. `softcap` 0 is off, otherwise scores become
+    softcap * tanh(score / softcap). `q_norm`/`k_norm`: RMS norm weights [D] applied per head
+    before the rotation.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    scale: float
+    rope: Rope
+    window: int = 0
+    softcap: float = 0.0
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+class Ops(Protocol):
+    """What a stage's device can do. All activations are float32, contiguous [T, ...]."""
+
+    name: str
+
+    def matrix(self, parts: Sequence[RawTensor]) -> Matrix:
+        """Take quantized tensors [n_i, K] to the device, stacked by rows in the given order.
+
+        The result does not keep `parts` alive unless it is a view of them by design (mmap).
+        """
+        ...
+
+    def vector(self, raw: RawTensor) -> Tensor:
+        """Take a small tensor to the device as float32, its shape kept."""
+        ...
+
+    def layer_kv(
+        self, n_slots: int, n_cells: int, n_kv_heads: int, head_size: int, k_type: str, v_type: str
+    ) -> LayerKV:
+        """Reserve keys and values of one layer; types are "f32" or "f16"."""
+        ...
+
+    def embed(self, table: Matrix, tokens: Sequence[int]) -> Tensor:
+        """Look up rows of `table`: float32 [T, E]. Token ids are already checked."""
+        ...
+
+    def linear(
+        self, x: Tensor, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        """x [T, n_cols] times Wᵀ, plus `bias` [n_rows], plus `add` [T, n_rows]: [T, n_rows]."""
+        ...
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None
+    ) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension, plus `add`: [T, E]."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up of a stacked [T, 2F] (gate first): [T, F].
+
+        "gelu_tanh" rounds its argument and result to float16 and is 0 below -10 and x above 10:
+        what ggml's CPU table computes, so that results equal llama.cpp's to more than 3 digits.
+        """
+        ...
+
+    def attention(self, qkv: Tensor, kv: LayerKV, ubatch: UBatch, spec: Attention) -> Tensor:
+        """Norm and rotate q and k of a stacked [T, (H + 2K) D], store k and v, attend.
+
+        Returns [T, H D]. Cells of a span are written before any row of it attends.
+        """
+        ...

@@ -1,0 +1,68 @@
+"""Rotation tables of rotary position embeddings, with the scalings that GGUF files ask for.
+
+Formulas: Su et al. 2021 (RoFormer); linear scaling divides positions; YaRN (Peng et al. 2023)
+blends scaled and unscaled angles by how often a dimension turns within the original context, and
+raises the magnitude by 1 + 0.1 ln(factor). `rope_freqs` tensors (Llama 3) divide each frequency.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gguf_pp.ops.base import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParams:
+    """What a file says about rotation. `n_rot` dimensions turn; `factor` 1 is no scaling."""
+
+    n_rot: int
+    base: float
+    neox: bool
+    scaling: Literal["none", "linear", "yarn"] = "none"
+    factor: float = 1.0
+    n_ctx_original: int = 0
+    magnitude: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    freq_factors: str | None = None
+
+
+def make_rope(params: RopeParams, n_positions: int, freq_factors: Tensor | None = None) -> Rope:
+    """Build the tables for positions [0, n_positions).
+
+    `freq_factors` [n_rot/2] divide the frequencies. Angles are computed in float64: in float32 a
+    position of 100,000 would already be off by 0.004 radians.
+    """
+    pairs = torch.arange(params.n_rot // 2, dtype=torch.float64)
+    frequency = params.base ** (-2.0 * pairs / params.n_rot)
+    if freq_factors is not None:
+        frequency = frequency / freq_factors.to(torch.float64)
+    magnitude = params.magnitude
+    if params.scaling == "linear":
+        frequency = frequency / params.factor
+    elif params.scaling == "yarn":
+        keep = _yarn_keep(params, pairs)
+        frequency = frequency / params.factor * (1 - keep) + frequency * keep
+        magnitude *= 1 + 0.1 * math.log(params.factor)
+    angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), frequency)
+    return Rope(
+        cos=(angles.cos() * magnitude).to(torch.float32),
+        sin=(angles.sin() * magnitude).to(torch.float32),
+        neox=params.neox,
+    )
+
+
+def _yarn_keep(params: RopeParams, pairs: Tensor) -> Tensor:
+    """Share of the unscaled angle per pair: 1 for fast dimensions, 0 for slow, a ramp between."""
+
+    def dimension(n_turns: float) -> float:
+        turns = params.n_ctx_original / (n_turns * 2 * math.pi)
+        return params.n_rot * math.log(turns) / (2 * math.log(params.base))
+
+    low = max(0.0, math.floor(dimension(params.beta_fast)))
+    high = min(params.n_rot - 1.0, math.ceil(dimension(params.beta_slow)))
+    return 1 - ((pairs - low) / max(0.001, high - low)).clamp(0, 1)

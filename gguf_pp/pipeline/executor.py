@@ -1,0 +1,111 @@
+"""Walk the plan: queue every copy and every computation, and wait for nothing but results."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from gguf_pp.backend.base import Backend, Event, Stream
+from gguf_pp.batch import UBatch
+from gguf_pp.pipeline.plan import Step, plan_steps
+from gguf_pp.pipeline.ring import Copy, Ring
+
+Take = Callable[[Tensor, range], None]
+"""Consumes logits [n, V] of the outputs `range` (indexes into UBatch.outputs) where they are made:
+on the last device, inside its stream. The tensor is overwritten afterwards."""
+
+
+class Stage(Protocol):
+    """A contiguous range of layers on one device."""
+
+    backend: Backend
+    ring: Ring
+    compute: Stream
+    transfer: Stream | None
+
+    def load(self, copy: Copy, ubatch: UBatch) -> None:
+        """Move the input out of `copy` into the stage's own work memory."""
+        ...
+
+    def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
+        """Compute on what was loaded: write `copy.out`, or hand logits to `take`."""
+        ...
+
+
+class Ticket:
+    """A ubatch on its way. A failure in one stage skips its later stages and nothing else."""
+
+    def __init__(self, ubatch: UBatch, done: Event) -> None:
+        self.ubatch = ubatch
+        self.error: BaseException | None = None
+        self.done = done
+
+    def wait(self) -> None:
+        """Block the host until the last stage is through; raise what went wrong in any."""
+        self.done.synchronize()
+        if self.error is not None:
+            raise self.error
+
+
+class Executor:
+    """Runs ubatches through stages, over the rotating copies of their rings.
+
+    Not pipelined, the host waits after every stage and devices take turns.
+    """
+
+    def __init__(self, stages: Sequence[Stage], *, pipelined: bool) -> None:
+        self.stages = stages
+        self.pipelined = pipelined
+        self.n_copies = len(stages[0].ring.copies)
+        self.n_submitted = 0
+
+    def submit(self, ubatch: UBatch, take: Take) -> Ticket:
+        """Queue `ubatch` on all stages; returns at once if pipelined."""
+        last = self.stages[-1]
+        # An event of its own: `done` of the copy is recorded again by later ubatches.
+        ticket = Ticket(ubatch, last.backend.event())
+        for step in plan_steps(len(self.stages), 1, self.n_copies, first=self.n_submitted):
+            if step.i_stage > 0:
+                self._ship(step.i_stage - 1, step.i_copy, ubatch.n_rows)
+            self._run(step, ticket, take)
+            if not self.pipelined:
+                self.stages[step.i_stage].ring.copies[step.i_copy].done.synchronize()
+        last.compute.record(ticket.done)
+        self.n_submitted += 1
+        return ticket
+
+    def _ship(self, i_stage: int, i_copy: int, n_rows: int) -> None:
+        """Queue the way of an output to the next stage's input; waits as in ring.py."""
+        stage, source = self.stages[i_stage], self.stages[i_stage].ring.copies[i_copy]
+        target = self.stages[i_stage + 1].ring.copies[i_copy]
+        assert stage.transfer is not None
+        assert source.out is not None
+        assert target.inp is not None
+        stage.transfer.wait(source.done)
+        stage.transfer.wait(target.free)
+        stage.transfer.copy(target.inp, source.out, n_rows)
+        stage.transfer.record(target.filled)
+
+    def _run(self, step: Step, ticket: Ticket, take: Take) -> None:
+        """Queue the computation of one stage; waits as in ring.py."""
+        stage = self.stages[step.i_stage]
+        copy = stage.ring.copies[step.i_copy]
+        stage.compute.wait(copy.filled)
+        if step.i_stage + 1 < len(self.stages):
+            stage.compute.wait(self.stages[step.i_stage + 1].ring.copies[step.i_copy].filled)
+        stage.compute.run(functools.partial(_guarded, ticket, stage.load, copy))
+        stage.compute.record(copy.free)
+        forward = functools.partial(stage.forward, take=take)
+        stage.compute.run(functools.partial(_guarded, ticket, forward, copy))
+        stage.compute.record(copy.done)
+
+
+def _guarded(ticket: Ticket, work: Callable[[Copy, UBatch], None], copy: Copy) -> None:
+    """Do `work` for the ticket's ubatch, unless an earlier stage failed; keep what it raises."""
+    if ticket.error is not None:
+        return
+    try:
+        work(copy, ticket.ubatch)
+    except BaseException as exc:  # noqa: BLE001 - raised again where the host waits
+        ticket.error = exc

@@ -1,0 +1,50 @@
+"""How many groups of sequences decode at once, and how large ubatches are. Arithmetic only."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+UBATCH_OVERHEAD_ROWS = 16
+"""A ubatch's fixed cost (weights read, launches) in rows: what `auto` assumes before measuring."""
+
+
+def auto_ubatch_size(n_tokens: int, n_stages: int, limit: int) -> int:
+    """The ubatch size that minimizes the time of a prompt of `n_tokens` over `n_stages`.
+
+    With S rows a ubatch costs c + S (in rows), and the pipeline takes (n/S + P - 1)(c + S):
+    least at S = sqrt(n c / (P - 1)). One stage has no bubble to fill: the limit.
+    """
+    if n_stages < 2:
+        return limit
+    best = math.sqrt(n_tokens * UBATCH_OVERHEAD_ROWS / (n_stages - 1))
+    return max(min(8, limit), min(limit, 8 * round(best / 8)))
+
+
+def choose_groups(n_sequences: int, n_stages: int, a: float, b: float, host_s: float) -> int:
+    """The number of decode groups G with the highest throughput.
+
+    A group of r = n/G rows takes a + b r seconds per stage. Devices are busy for G (a + b r) per
+    round; a group is through after P (a + b r) plus the host's turn. The longer of the two is
+    the round. G = P keeps all devices busy; one more hides the host's turn if it costs more than
+    reading the weights once more (a).
+    """
+
+    def round_s(n_groups: int) -> float:
+        stage_s = a + b * n_sequences / n_groups
+        return max(n_groups * stage_s, n_stages * stage_s + host_s)
+
+    most = min(n_sequences, 2 * n_stages)
+    return min(range(1, most + 1), key=lambda g: (round_s(g), g), default=1)
+
+
+def fit_stage_time(samples: Iterable[tuple[int, float]]) -> tuple[float, float] | None:
+    """Least squares of seconds = a + b rows, both not negative; None without samples."""
+    points: Sequence[tuple[int, float]] = list(samples)
+    if not points:
+        return None
+    n = len(points)
+    mean_x = sum(x for x, _ in points) / n
+    mean_y = sum(y for _, y in points) / n
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    b = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    b = min(max(b, 0.0), mean_y / mean_x)
+    return mean_y - b * mean_x, b

@@ -1,0 +1,159 @@
+"""A contiguous range of layers on one device, with its weights, its KV cache and its ring."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gguf_pp.arch import Model
+from gguf_pp.backend.base import Backend, Stream
+from gguf_pp.backend.trace import Trace
+from gguf_pp.batch import UBatch
+from gguf_pp.gguf import ModelFile
+from gguf_pp.ops.base import LayerKV, Ops
+from gguf_pp.pipeline.executor import Take
+from gguf_pp.pipeline.load import DeviceLoader
+from gguf_pp.pipeline.memory import Rung
+from gguf_pp.pipeline.ring import Copy, Ring
+
+LOGITS_BYTES = 32 << 20
+"""Logits are made for as many rows at a time as fit in this."""
+
+
+class LayerStage:
+    """Layers [layers.start, layers.stop) of `model`; the first stage embeds, the last one has the
+    head."""
+
+    def __init__(
+        self,
+        i_stage: int,
+        backend: Backend,
+        ops: Ops,
+        model: Model,
+        layers: range,
+        trace: Trace,
+    ) -> None:
+        self.backend = backend
+        self.ops = ops
+        self.layers = layers
+        self.first = layers.start == 0
+        self.last = layers.stop == model.hp.n_layers
+        self.compute: Stream = backend.stream(f"stage {i_stage} compute", compute=True)
+        self.transfer: Stream | None = (
+            None if self.last else backend.stream(f"stage {i_stage} transfer")
+        )
+        self.ring: Ring
+        self.weight_bytes = 0
+        self.kv_bytes = 0
+        self.scratch_bytes = 0
+        self.recent: deque[tuple[int, int, float]] = deque(maxlen=64)
+        self._i_stage = i_stage
+        self._model = model
+        self._trace = trace
+        self._embedding: Any = None
+        self._weights: list[Any] = []
+        self._head: Any = None
+        self._kv: list[LayerKV] = []
+        self._input: Tensor | None = None
+
+    def load_weights(
+        self, file: ModelFile, n_ctx: int, n_bytes: int, progress: Callable[[int], None]
+    ) -> set[str]:
+        """Read this stage's `n_bytes` of weights; returns the names of the tensors used.
+
+        Raises OutOfMemory before anything is read if the device has less.
+        """
+        self.backend.reserve(n_bytes, "weights")
+        self.weight_bytes = n_bytes
+        loader = DeviceLoader(file, n_ctx, self.ops, progress)
+        if self.first:
+            self._embedding = self._model.load_embedding(loader)
+        self._weights = [self._model.load_layer(loader, i) for i in self.layers]
+        if self.last:
+            self._head = self._model.load_head(loader)
+        return loader.names
+
+    def allocate(self, rung: Rung, n_slots: int, kv_types: tuple[str, str]) -> None:
+        """Reserve KV cache, ring and scratch; raises OutOfMemory. `release` undoes it, whole or
+        half done."""
+        hp = self._model.hp
+        size = kv_bytes(hp.n_kv_heads, hp.head_size, kv_types) * rung.ctx_size * n_slots
+        for _ in self.layers:
+            self.backend.reserve(size, "KV cache")
+            self.kv_bytes += size
+            self._kv.append(
+                self.ops.layer_kv(n_slots, rung.ctx_size, hp.n_kv_heads, hp.head_size, *kv_types)
+            )
+        self.ring = Ring(
+            self.backend,
+            rung.n_copies,
+            rung.ubatch_size,
+            hp.n_embd,
+            first=self.first,
+            last=self.last,
+        )
+        scratch = scratch_bytes(self._model, rung.ubatch_size, last=self.last)
+        self.backend.reserve(scratch, "scratch")
+        self.scratch_bytes = scratch
+
+    def release(self) -> None:
+        """Give back everything but the weights."""
+        self._kv.clear()
+        if hasattr(self, "ring"):
+            self.ring.release()
+        self.backend.release(self.kv_bytes + self.scratch_bytes)
+        self.kv_bytes = self.scratch_bytes = 0
+
+    def load(self, copy: Copy, ubatch: UBatch) -> None:
+        """Move the input out of `copy`, which is free for the next ubatch right after."""
+        if copy.inp is not None:
+            self._input = copy.inp.tensor[: ubatch.n_rows].clone()
+
+    def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
+        """Run the layers on what was loaded."""
+        start = time.perf_counter()
+        model, ops = self._model, self.ops
+        if self.first:
+            x = model.embed(ops, self._embedding, ubatch.tokens)
+        else:
+            assert self._input is not None
+            x, self._input = self._input, None
+        for weights, kv in zip(self._weights, self._kv, strict=True):
+            x = model.layer(ops, weights, x, kv, ubatch)
+        if copy.out is not None:
+            copy.out.tensor[: ubatch.n_rows].copy_(x)
+        elif ubatch.outputs:
+            self._emit(x, ubatch, take)
+        end = time.perf_counter()
+        self.recent.append((ubatch.n_rows, len(ubatch.outputs), end - start))
+        self._trace.add(self.compute.name, "compute", start, end, ubatch.n_rows)
+
+    def _emit(self, x: Tensor, ubatch: UBatch, take: Take) -> None:
+        """Logits of the rows that want them, a few at a time, to `take`."""
+        outputs = ubatch.outputs
+        if len(outputs) < ubatch.n_rows:
+            x = x[torch.tensor(outputs)]
+        n_rows = logits_rows(self._head.output.n_rows)
+        for start in range(0, len(outputs), n_rows):
+            rows = range(start, min(start + n_rows, len(outputs)))
+            take(self._model.logits(self.ops, self._head, x[rows.start : rows.stop]), rows)
+
+
+def kv_bytes(n_kv_heads: int, head_size: int, kv_types: tuple[str, str]) -> int:
+    """Bytes of one cell of one layer."""
+    return n_kv_heads * head_size * sum({"f32": 4, "f16": 2}[kind] for kind in kv_types)
+
+
+def logits_rows(n_vocab: int) -> int:
+    """Rows of logits made at a time."""
+    return max(1, min(64, LOGITS_BYTES // (4 * n_vocab)))
+
+
+def scratch_bytes(model: Model, ubatch_size: int, *, last: bool) -> int:
+    """An upper estimate of the activations alive at once in a layer, and the logits."""
+    hp = model.hp
+    width = 4 * hp.n_embd + 3 * hp.n_ff + 2 * sum(hp.qkv_rows)
+    return 4 * ubatch_size * width + (LOGITS_BYTES if last else 0)

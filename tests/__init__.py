@@ -1,0 +1,1 @@
+"""Tests; they need neither a GPU nor a network."""
