@@ -75,7 +75,7 @@ class Experts:
         best, chosen = self.router(ops, x).topk(self.n_used, dim=-1)
         weights = best.softmax(dim=-1)
         y = torch.zeros_like(x) if add is None else add.clone()
-        for i_expert in chosen.unique().tolist():
+        for i_expert in torch.unique(chosen).tolist():
             rows, ranks = (chosen == i_expert).nonzero(as_tuple=True)
             y[rows] += self.experts[i_expert](ops, x[rows]) * weights[rows, ranks, None]
         return y

@@ -194,7 +194,8 @@ def test_every_truncation_is_a_format_error(path):
     keys = [ARCH, key("tokens", ARRAY, (STRING, ["a", "bc"])), key("scores", ARRAY, (F32, [1, 2]))]
     content = gguf(keys, [tensor("a", [8]), tensor("b", [8], offset=32)], bytes(64))
     for n_bytes in range(4, len(content)):
-        fails(path, content[:n_bytes], "truncated")
+        with pytest.raises(FormatError, match=r"truncated: .* and \d+ are (left|present)"):
+            opened(path, content[:n_bytes])
     opened(path, content)
 
 
@@ -212,6 +213,13 @@ def test_every_truncation_is_a_format_error(path):
 )
 def test_counts_beyond_the_file_fail_at_once(path, content, words):
     fails(path, content, words)
+
+
+def test_a_string_that_ends_the_file_is_not_cut(path):
+    content = gguf([key("k", STRING, "text")]).rstrip(b"\0")
+    assert opened(path, content).metadata["k"] == "text"
+    fails(path, content[:-1], "truncated", "'k' needs 4 bytes", "3 are left")
+    fails(path, content[:-5], "the length of a string of metadata key 'k' needs 8 bytes")
 
 
 def test_more_entries_than_any_model_has_fail(path):

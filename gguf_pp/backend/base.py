@@ -89,9 +89,10 @@ class Stream(Protocol):
 
 
 class Backend(Protocol):
-    """One device."""
+    """One device. `relative_speed` is a guess (cores of a CPU device), for splits by time."""
 
     name: str
+    relative_speed: float
 
     def buffer(self, n_rows: int, n_cols: int, what: str) -> Buffer:
         """Reserve a buffer; raises OutOfMemory. `what` names it in the message."""

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class CpuStream:
         """Hold later work on this stream until `event` has passed."""
         assert isinstance(event, CpuEvent)
         if event.flag is not None and not event.flag.is_set():
-            self._queue.put(event.flag.wait)
+            self._queue.put(partial(_wait, event.flag))
 
     def record(self, event: Event) -> None:
         """Let `event` pass once all work queued so far is done."""
@@ -96,6 +97,10 @@ class CpuStream:
                 item()
 
 
+def _wait(flag: threading.Event) -> None:
+    flag.wait()
+
+
 class Budget:
     """Bytes of RAM that the devices of one process may take together."""
 
@@ -129,6 +134,7 @@ class CpuBackend:
         self.name = name
         self.cores = cores
         self.n_threads = n_threads
+        self.relative_speed = float(min(n_threads, len(cores)))
         self.trace = trace
         self._budget = budget
         self._streams: list[CpuStream] = []

@@ -10,12 +10,19 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from gguf_pp.backend.base import Buffer, Event, Memory, OutOfMemory
 
 Clock = dict[str, int]
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    """Let `clock` know everything that `other` knows."""
+    for name, tick in other.items():
+        clock[name] = max(clock.get(name, 0), tick)
 
 
 @dataclass(slots=True)
@@ -37,6 +44,8 @@ class World:
         self.races: list[str] = []
         self.current: SimStream | None = None
         self.n_host_waits = 0
+        self.host_s = 0.0
+        self.host_clock: Clock = {}
 
     def advance(self, until: Callable[[], bool]) -> None:
         """Execute queued work in a random legal order until `until()` holds."""
@@ -57,6 +66,15 @@ class World:
         """Let the running work take `seconds`."""
         assert self.current is not None
         self.current.now_s += seconds
+
+
+class _Item(NamedTuple):
+    """Work in a queue: what it waits for, and what the host knew when it queued it."""
+
+    work: Callable[[], None]
+    mark: Mark | None
+    queued_s: float
+    host_clock: Clock
 
 
 class SimBuffer:
@@ -115,6 +133,9 @@ class SimEvent:
         if mark is not None and not mark.passed:
             self._world.n_host_waits += 1
             self._world.advance(lambda: mark.passed)
+        if mark is not None:
+            self._world.host_s = max(self._world.host_s, mark.time_s)
+            _join(self._world.host_clock, mark.clock)
 
 
 class SimStream:
@@ -126,7 +147,7 @@ class SimStream:
         self.clock: Clock = {}
         self.tick = 0
         self._world = world
-        self._queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
+        self._queue: deque[_Item] = deque()
 
     def wait(self, event: Event) -> None:
         """Hold later work on this stream until `event` has passed."""
@@ -137,10 +158,9 @@ class SimStream:
 
         def join() -> None:
             self.now_s = max(self.now_s, mark.time_s)
-            for name, tick in mark.clock.items():
-                self.clock[name] = max(self.clock.get(name, 0), tick)
+            _join(self.clock, mark.clock)
 
-        self._queue.append((mark, join))
+        self._push(join, mark)
 
     def record(self, event: Event) -> None:
         """Let `event` pass once all work queued so far is done."""
@@ -151,7 +171,7 @@ class SimStream:
             mark.passed, mark.time_s = True, self.now_s
             mark.clock = {**self.clock, self.name: self.tick}
 
-        self._queue.append((None, passes))
+        self._push(passes)
 
     def copy(self, dst: Buffer, src: Buffer, n_rows: int) -> None:
         """Queue a copy of the first `n_rows` rows."""
@@ -162,21 +182,28 @@ class SimStream:
             self._world.spend(self._world.copy_s)
             dst.write(src.read()[:n_rows])
 
-        self._queue.append((None, move))
+        self._push(move)
 
     def run(self, work: Callable[[], None]) -> None:
         """Queue `work`."""
-        self._queue.append((None, work))
+        self._push(work)
+
+    def _push(self, work: Callable[[], None], mark: Mark | None = None) -> None:
+        world = self._world
+        self._queue.append(_Item(work, mark, world.host_s, dict(world.host_clock)))
 
     def ready(self) -> bool:
         """Whether the head of the queue may go."""
-        return bool(self._queue) and (self._queue[0][0] is None or self._queue[0][0].passed)
+        return bool(self._queue) and (self._queue[0].mark is None or self._queue[0].mark.passed)
 
     def step(self) -> None:
         """Execute the head of the queue."""
+        item = self._queue.popleft()
         self.tick += 1
         self.clock[self.name] = self.tick
-        self._queue.popleft()[1]()
+        self.now_s = max(self.now_s, item.queued_s)
+        _join(self.clock, item.host_clock)
+        item.work()
 
 
 class SimBackend:
@@ -185,6 +212,7 @@ class SimBackend:
     def __init__(self, world: World, name: str, limit_bytes: int = 1 << 40) -> None:
         self.world = world
         self.name = name
+        self.relative_speed = 1.0
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 

@@ -6,7 +6,6 @@ type, a u64 item count and the items.
 """
 
 import struct
-from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Any, Final
@@ -141,14 +140,17 @@ class Cursor:
             return numbers.view(np.bool_)
         return numbers
 
-    def _strings(self, n_items: int, what: str) -> Sequence[str]:
+    def _strings(self, n_items: int, what: str) -> list[str]:
         # A vocabulary has 262,144 of these: no calls but the three that do the work.
         data, pos, end = self.data, self.pos, self.end
         unpack = _U64.unpack_from
         strings = []
         for _ in range(n_items):
             start = pos + 8
-            pos = start + unpack(data, pos)[0] if start <= end else end + 1
+            if start > end:
+                self.pos = pos
+                self.take(8, f"the length of a string of {what}")
+            pos = start + unpack(data, pos)[0]
             if pos > end:
                 self.pos = start
                 self.take(pos - start, f"a string of {what}")

@@ -50,10 +50,10 @@ static inline const void *at_element(const void *p, int64_t at, int is_half)
     return (const char *)p + at * (is_half ? 2 : 4);
 }
 
-static inline void prefetch(const void *p, int64_t n_bytes)
+static inline void prefetch(const void *p, int64_t n, int is_half)
 {
-    for (int64_t i = 0; i < n_bytes; i += 64)
-        __builtin_prefetch((const char *)p + i, 0, PFLOC);
+    for (int64_t at = 0; at < n * (is_half ? 2 : 4); at += 64)
+        __builtin_prefetch((const char *)p + at);
 }
 
 #define FN(name) name##_portable

@@ -263,18 +263,21 @@ static void FN(gather_rows)(const attention_call *c, FN(tile) * t, int64_t value
         FN(gather)(c, t, values, r + i, 1, to, t->to[r + i]);
 }
 
+/* Few rows wait for memory: values are fetched during the scores, the next keys during the values. */
 static void FN(attend_block)(const attention_call *c, FN(tile) * t, const float *q, int64_t keys,
                              int64_t values, int64_t r, int64_t stop)
 {
-    const int64_t to = t->to[stop - 1];
-    if (stop - r <= TILE_STEP)
-        prefetch(at_element(c->v, values, c->v_is_half), to * c->padded_head_size * (c->v_is_half ? 2 : 4));
+    const int is_streaming = stop - r <= TILE_STEP;
+    if (is_streaming)
+        prefetch(at_element(c->v, values, c->v_is_half), t->to[stop - 1] * c->padded_head_size,
+                 c->v_is_half);
     for (int64_t i = r; i < stop; i += TILE_STEP)
         FN(score)(c, t, q, keys, i, (int)min_of(TILE_STEP, stop - i));
     for (int64_t i = r; i < stop; i++)
         FN(soften)(c, t, i);
-    if (stop - r <= TILE_STEP && t->hi[stop - 1])
-        prefetch(at_element(c->k, keys + BLOCK * c->head_size, c->k_is_half), BLOCK * c->head_size * (c->k_is_half ? 2 : 4));
+    if (is_streaming)
+        prefetch(at_element(c->k, keys + BLOCK * c->head_size, c->k_is_half), BLOCK * c->head_size,
+                 c->k_is_half);
     for (int64_t i = r; i < stop; i += TILE_STEP)
         FN(gather_rows)(c, t, values, i, (int)min_of(TILE_STEP, stop - i));
 }

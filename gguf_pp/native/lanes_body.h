@@ -45,6 +45,13 @@ INLINE void FN(store_half)(uint16_t *p, v8 x)
 #endif
 }
 
+INLINE v8 FN(round_to_half)(v8 x)
+{
+    uint16_t halves[8];
+    FN(store_half)(halves, x);
+    return FN(load_half)(halves);
+}
+
 INLINE float FN(sum)(v8 x)
 {
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));

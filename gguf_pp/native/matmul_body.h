@@ -92,12 +92,12 @@ INLINE void dot_quads(struct layout l, int n_rows, const uint8_t *codes, int fir
                       const struct activations *x, size_t stride, i32x8 *out)
 {
     int run = products_per_lane(l) < n ? products_per_lane(l) : n;
-#pragma GCC unroll 8
+UNROLL
     for (int i = 0; i < n; i += run) {
         sums a[DOT_ROWS];
         for (int r = 0; r < n_rows; r++)
             a[r] = (sums){0};
-#pragma GCC unroll 8
+UNROLL
         for (int j = i; j < i + run; j++) {
             int quad = n == 8 && l.low == 4 ? j / 2 + j % 2 * 4 : first + j;
             u8x32 c = codes_of(l, codes, quad);
@@ -118,7 +118,7 @@ INLINE void dot_group(struct layout l, int n_rows, struct head h, const uint8_t 
                       const struct activations *x, size_t stride, f32x8 *acc)
 {
     int halves = n_halves(l), offset = is_signed(l) ? SIGNED_OFFSET : l.offset;
-#pragma GCC unroll 2
+UNROLL
     for (int half = 0; half < halves; half++) {
         struct scales s = read_scales(l, h, tile, half);
         f32x8 min = offset ? s.scale * splat((float)-offset) : s.min;
@@ -179,7 +179,7 @@ INLINE void decode(struct layout l, const uint8_t *w, int i, float *out)
     w += (size_t)(i / l.n_groups) * (size_t)record_bytes(l);
     struct head h = read_head(l, w);
     w += head_bytes(l) + i % l.n_groups * tile_bytes(l);
-#pragma GCC unroll 8
+UNROLL
     for (int quad = 0; quad < 8; quad++) {
         struct scales s = read_scales(l, h, w, n_halves(l) == 2 ? quad / 4 : 0);
         u8x32 codes = codes_of(l, w + sub_bytes(l), quad);

@@ -63,6 +63,7 @@ INLINE i32x8 pair_sums(i16x16 v) { return ((i32x8)v << 16 >> 16) + ((i32x8)v >> 
 #if defined(VEC_AVX2) || defined(VEC_VNNI)
 
 enum { TILE_ROWS = DOT_ROWS };
+#define UNROLL _Pragma("GCC unroll 8")
 
 INLINE f32x8 fma_f32(f32x8 a, f32x8 b, f32x8 c) { return _mm256_fmadd_ps(a, b, c); }
 
@@ -79,7 +80,8 @@ INLINE u8x32 look_up(const int8_t *table, u8x32 v)
 
 #else
 
-enum { TILE_ROWS = 1 }; /* more would only be more code */
+enum { TILE_ROWS = 1 };
+#define UNROLL _Pragma("GCC unroll 1")
 
 INLINE f32x8 fma_f32(f32x8 a, f32x8 b, f32x8 c) { return a * b + c; }
 

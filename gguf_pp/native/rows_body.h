@@ -23,17 +23,25 @@ static void FN(rms_norm)(void *arg, int i_job)
                          c->out + row * n, n, c->eps);
 }
 
+/* As ggml's table has it: argument and result rounded to binary16, x / 2 (1 + tanh(u)) in between
+ * (the cancellation left of 0 included), and the ends cut off. */
+INLINE v8 FN(gelu_tanh)(v8 x)
+{
+    const v8 short_x = FN(round_to_half)(x);
+    const v8 u = (float)(M_2_SQRTPI * M_SQRT1_2) * short_x * (1 + 0.044715f * short_x * short_x);
+    const v8 y = FN(round_to_half)(0.5f * short_x * (1 + FN(tanh)(u)));
+    return FN(pick)(x <= -10, FN(splat)(0), FN(pick)(x >= 10, x, y));
+}
+
 INLINE v8 FN(activate)(enum activation kind, v8 x)
 {
-    if (kind == GELU_ERF) {
-        for (int i = 0; i < 8; i++)
-            x[i] *= 0.5f * (1 + erff(x[i] * (float)M_SQRT1_2));
-        return x;
-    }
-    v8 z = x;
-    if (kind == GELU_TANH) /* (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)) */
-        z = 2 * (float)(M_2_SQRTPI * M_SQRT1_2) * FN(fma)(x * x * x, FN(splat)(0.044715f), x);
-    return x / (1 + FN(exp)(-z));
+    if (kind == SILU)
+        return x / (1 + FN(exp)(-x));
+    if (kind == GELU_TANH)
+        return FN(gelu_tanh)(x);
+    for (int i = 0; i < 8; i++)
+        x[i] *= 0.5f * (1 + erff(x[i] * (float)M_SQRT1_2));
+    return x;
 }
 
 INLINE void FN(gated_row)(enum activation kind, const float *gate, float *out, int64_t n)

@@ -102,7 +102,7 @@ class TorchOps:
         assert isinstance(kv, TorchLayerKV)
         n_rows, n_heads, n_kv_heads = len(qkv), spec.n_heads, spec.n_kv_heads
         heads = qkv.view(n_rows, -1, spec.head_size)
-        q, k, v = heads.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+        q, k, v = torch.split(heads, [n_heads, n_kv_heads, n_kv_heads], dim=1)
         if spec.q_norm is not None:
             q = F.rms_norm(q, spec.q_norm.shape, spec.q_norm, spec.eps)
         if spec.k_norm is not None:

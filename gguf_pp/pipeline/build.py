@@ -70,17 +70,31 @@ def measure(file: ModelFile, model: Model, n_ctx: int) -> Sizes:
 
 
 def place(
-    config: RuntimeConfig, sizes: Sizes, cell_bytes: int, free_bytes: Sequence[int]
+    config: RuntimeConfig, sizes: Sizes, cell_bytes: int, backends: Sequence[Backend]
 ) -> list[range]:
-    """Layers per device: as `--layers` or `-ts` say, else by bytes. `cell_bytes` is the KV of one
-    layer for the smallest context."""
+    """Layers per device: as `--layers` or `-ts` say, else equal time, else equal memory.
+
+    Equal time counts a layer by its bytes and a device by its relative speed; it is dropped if
+    some device cannot hold its part. `cell_bytes` is the KV of one layer at the least context.
+    """
     n_layers = len(sizes.layers)
     if config.layers is not None:
         return split.split_exact(n_layers, config.layers, len(config.devices))
     if config.shares is not None:
         return split.split_by_shares(n_layers, config.shares)
+    speeds = [backend.relative_speed for backend in backends]
+    by_time = split.split_evenly(sizes.layers, speeds)
+    need: dict[str, int] = {}
+    free: dict[str, int] = {}
+    for backend, mine in zip(backends, by_time, strict=True):
+        memory = backend.memory()
+        free[memory.pool] = memory.free_bytes
+        need[memory.pool] = need.get(memory.pool, 0) + sizes.of(mine) + cell_bytes * len(mine)
+    if all(need[pool] <= free[pool] for pool in need):
+        return by_time
     layer_bytes = [size + cell_bytes for size in sizes.layers]
-    return split.split_by_bytes(layer_bytes, sizes.embedding, sizes.head, free_bytes)
+    room = [backend.memory().free_bytes for backend in backends]
+    return split.split_evenly(layer_bytes, room, sizes.embedding, sizes.head)
 
 
 def fitting_context(
@@ -148,8 +162,7 @@ class Pipeline:
         if unused := sorted(set(file.tensors) - sizes.names):
             log.warning("%d tensors are not used, such as %s", len(unused), unused[0])
         cell = kv_bytes(hp.n_kv_heads, hp.head_size, config.kv_types)
-        free = [backend.memory().free_bytes for backend in self._backends]
-        layers = place(config, sizes, cell * MIN_CTX_SIZE * config.n_slots, free)
+        layers = place(config, sizes, cell * MIN_CTX_SIZE * config.n_slots, self._backends)
         n_ctx = config.ctx_size or fitting_context(config, model, sizes, layers, self._backends)
         self.stages = [
             LayerStage(i, backend, self._ops(backend), model, mine, self.trace)

@@ -30,28 +30,34 @@ def split_by_shares(n_layers: int, shares: Sequence[float]) -> list[range]:
     return _none_empty(ranges_of(counts))
 
 
-def split_by_bytes(
-    layer_bytes: Sequence[int], first_bytes: int, last_bytes: int, capacities: Sequence[int]
+def split_evenly(
+    layer_costs: Sequence[int],
+    capacities: Sequence[float],
+    first_cost: int = 0,
+    last_cost: int = 0,
 ) -> list[range]:
-    """The contiguous split whose fullest device is least full, relative to its capacity.
+    """The contiguous split whose most burdened device is least so, relative to its capacity.
 
-    `first_bytes` and `last_bytes` are what the first and last stage hold beside layers
-    (embedding; norm and head). Among equals the earlier stage gets fewer layers.
+    Costs are bytes and capacities free bytes to balance memory; bytes of layers and relative
+    speeds to balance time. `first_cost` and `last_cost` are what the first and last stage carry
+    beside layers (embedding; norm and head). Among equals earlier stages get fewer layers.
     """
-    n_layers, n_stages = len(layer_bytes), len(capacities)
+    n_layers, n_stages = len(layer_costs), len(capacities)
     if n_stages > n_layers:
         raise PlacementError(
             f"{n_layers} layers cannot be split over {n_stages} devices",
             hint="name fewer devices: a stage needs at least one layer",
         )
-    sums = list(accumulate(layer_bytes, initial=0))
+    sums = list(accumulate(layer_costs, initial=0))
 
     def load(i_stage: int, start: int, stop: int) -> float:
-        extra = first_bytes * (i_stage == 0) + last_bytes * (i_stage == n_stages - 1)
-        return (sums[stop] - sums[start] + extra) / max(1, capacities[i_stage])
+        extra = first_cost * (i_stage == 0) + last_cost * (i_stage == n_stages - 1)
+        return (sums[stop] - sums[start] + extra) / max(1e-9, capacities[i_stage])
 
     # best[e] = (fullest of the stages so far, their edges) when they end at layer e
-    best = {e: (load(0, 0, e), (0, e)) for e in range(1, n_layers - n_stages + 2)}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        end: (load(0, 0, end), (0, end)) for end in range(1, n_layers - n_stages + 2)
+    }
     for i_stage in range(1, n_stages):
         ends = range(i_stage + 1, n_layers - n_stages + i_stage + 2)
         best = {

@@ -85,7 +85,7 @@ class BlockMatrix:
                 rows = stop - first
                 room = None if _is_direct(part) else scratch[: rows * self.n_cols].view(rows, -1)
                 w = part.weights(first, stop, room)
-                target = out[:, first:stop]
+                target = out[:, at + first : at + stop]
                 if len(x) == 1:
                     torch.mv(w, x[0], out=target[0])
                 else:

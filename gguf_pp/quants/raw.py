@@ -23,7 +23,7 @@ class RawTensor:
     @property
     def n_rows(self) -> int:
         """Product of all dimensions but the last."""
-        return self.data.shape[0]
+        return int(self.data.shape[0])
 
     @property
     def n_cols(self) -> int:

@@ -64,24 +64,21 @@ _BY_DEEPSEEK_CODER = PreTokenizer(
 )
 
 # What tokenizer.ggml.pre can say, and what llama.cpp does then.
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+_NAMES: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "deepseek-coder": _BY_DEEPSEEK_CODER,
     "deepseek-v3": PreTokenizer((_THREE_DIGITS, "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3)),
     "qwen35": PreTokenizer((_QWEN3_5,)),
     "tekken": _BY_TEKKEN,
-    **dict.fromkeys("gpt-4o llama4 kanana2".split(), _BY_GPT4O),
-    **dict.fromkeys("gpt-2 phi-2 mpt olmo jais exaone4 mellum trillion".split(), _BY_GPT2),
-    **dict.fromkeys("granite-docling gigachat a.x-4.0".split(), _BY_GPT2),
-    **dict.fromkeys("starcoder refact smollm command-r codeshell exaone".split(), _BY_DIGIT),
-    **dict.fromkeys("minerva-7b mellum2".split(), _BY_DIGIT),
-    **dict.fromkeys("qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo".split(), _BY_QWEN),
-    **dict.fromkeys("solar-open grok-2".split(), _BY_QWEN),
-    **dict.fromkeys("dbrx smaug-bpe glm4 chatglm-bpe".split(), _BY_GPT4),
-    **dict.fromkeys("llama3 llama-v3 llama-bpe falcon3 falcon-h1".split(), _BY_LLAMA3),
-    **dict.fromkeys("pixtral midm-2.0 lfm2".split(), _BY_LLAMA3),
+    "gpt-4o llama4 kanana2": _BY_GPT4O,
+    "gpt-2 phi-2 mpt olmo jais exaone4 mellum trillion granite-docling gigachat": _BY_GPT2,
+    "starcoder refact smollm command-r codeshell exaone minerva-7b mellum2": _BY_DIGIT,
+    "qwen2 deepseek-r1-qwen stablelm2 hunyuan megrez kormo solar-open grok-2": _BY_QWEN,
+    "dbrx smaug-bpe glm4 chatglm-bpe": _BY_GPT4,
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": _BY_LLAMA3,
 }
+PRE_TOKENIZERS = {name: pre for names, pre in _NAMES.items() for name in names.split()}
 
 
 class BpeEncoder:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -70,7 +71,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _check_width(value)
         return value
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `__obj` from a template."""
         _check_time()
         for value in (*args, *kwargs.values()):
@@ -203,6 +204,6 @@ class _Checks(NodeTransformer):
         return node
 
 
-def _checked(name: str, args: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
+def _checked(name: str, args: Sequence[nodes.Node], node: nodes.Node) -> nodes.Call:
     method = nodes.EnvironmentAttribute(name, lineno=node.lineno)
-    return nodes.Call(method, args, [], None, None, lineno=node.lineno)
+    return nodes.Call(method, list(args), [], None, None, lineno=node.lineno)

@@ -67,7 +67,7 @@ class SpmEncoder:
     def _merge(self, word: str) -> list[str]:
         ids, costs = self._ids, self._costs
         n = len(word)
-        # Symbol i spans [i, ends[i]) and is gone once ends[i] is 0; before[i] is its left neighbour.
+        # Symbol i spans [i, ends[i]), and is gone if ends[i] is 0; before[i] is its left neighbour.
         ends = list(range(1, n + 1))
         before = list(range(-1, n))
         heap = [

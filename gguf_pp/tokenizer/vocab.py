@@ -21,28 +21,27 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# No metadata key says that a token ends the generation; llama.cpp knows them by their text.
-END_NAMES = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
-    "<|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> "
-    "<eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[".split()
-)
-# Markers of code completion; the first name that a vocabulary has counts.
+# No metadata key says that a token ends a reply; llama.cpp knows them by their text.
+_END_NAMES = """
+<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>
+</s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|>
+<|tool_response> <｜end▁of▁sentence｜> [e~[
+"""
+END_NAMES = frozenset(_END_NAMES.split())
+# Markers of code completion that end a reply; the first name that a vocabulary has counts.
 FIM_END_NAMES = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-FIM_NAMES = frozenset(
-    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> "
-    "<|prefix|> <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> "
-    "<|code_suffix|> <|suffix|> <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> "
-    "<|code_middle|> <|middle|>".split()
-)
+_FIM_NAMES = """
+<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>
+"""
+FIM_NAMES = frozenset(_FIM_NAMES.split())
 # Parts of a message in gpt-oss: control by type, but text that the reader of a reply needs.
 VISIBLE_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-
-
 _OUTER_ENDS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", *FIM_END_NAMES)
 
