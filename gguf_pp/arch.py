@@ -158,12 +158,12 @@ class HParams:
 
 def _same_everywhere(metadata: Metadata, key: str, default: int | None = None) -> int:
     """An integer, or an array with the same integer for every layer."""
-    value = metadata.get(key)
-    if not isinstance(value, list | tuple):
+    if isinstance(metadata.get(key), int | None):
         return metadata.int_of(key) if default is None else metadata.int_of(key, default)
-    if len(set(value)) != 1:
+    values = set(metadata.list_of(key, int))
+    if len(values) != 1:
         raise UnsupportedError(f"{key} differs between layers, which is not implemented")
-    return int(value[0])
+    return values.pop()
 
 
 def read_rope(metadata: Metadata, hp: HParams, *, neox: bool) -> RopeParams:

@@ -89,9 +89,13 @@ class Stream(Protocol):
 
 
 class Backend(Protocol):
-    """One device. `relative_speed` is a guess (cores of a CPU device), for splits by time."""
+    """One device. `relative_speed` is a guess (cores of a CPU device), for splits by time.
+
+    `n_threads` is how many threads of the host compute for it.
+    """
 
     name: str
+    n_threads: int
     relative_speed: float
 
     def buffer(self, n_rows: int, n_cols: int, what: str) -> Buffer:

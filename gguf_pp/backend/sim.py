@@ -212,6 +212,7 @@ class SimBackend:
     def __init__(self, world: World, name: str, limit_bytes: int = 1 << 40) -> None:
         self.world = world
         self.name = name
+        self.n_threads = 1
         self.relative_speed = 1.0
         self.limit_bytes = limit_bytes
         self.used_bytes = 0

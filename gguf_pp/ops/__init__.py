@@ -1,15 +1,17 @@
 """What a model is written in: one protocol, one implementation per kind of device."""
 
-from gguf_pp.backend.base import Backend
 from gguf_pp.config import Kernels
+from gguf_pp.native import kernels
 from gguf_pp.ops.base import Ops
+from gguf_pp.ops.native import NativeOps
+from gguf_pp.ops.torch_ops import TorchOps
 
 
-def make_ops(backend: Backend, kernels: Kernels, *, exact: bool) -> Ops:
-    """The operations for one stage on `backend`.
+def make_ops(choice: Kernels, n_threads: int, *, exact: bool) -> Ops:
+    """The operations of one CPU stage: our kernels where they were built, else torch.
 
-    Raises ConfigError if native kernels are asked for and were not built.
+    Raises ConfigError if native kernels are asked for and were not built. Torch is always exact.
     """
-    from gguf_pp.ops.torch_ops import TorchOps
-
-    return TorchOps()
+    if kernels(choice) is None:
+        return TorchOps()
+    return NativeOps(n_threads, exact=exact)

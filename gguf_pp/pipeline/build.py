@@ -181,7 +181,7 @@ class Pipeline:
             log.info("pipeline parallelism enabled (n_copies=%d)", self.rung.n_copies)
 
     def _ops(self, backend: Backend) -> Ops:
-        return make_ops(backend, self.config.kernels, exact=self.config.exact)
+        return make_ops(self.config.kernels, backend.n_threads, exact=self.config.exact)
 
     def _load_weights(
         self,
