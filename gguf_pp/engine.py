@@ -40,11 +40,12 @@ class Request:
         [0, n_queued)         in the KV cache once their ubatches are through
         [n_queued, n_prompt)  of the prompt, still to be queued
         the last one          sampled, and queued next
+    The request ends when it has `limit` tokens, prompt included.
     """
 
     prompt: tuple[int, ...]
     sampler: Sampler
-    max_tokens: int
+    limit: int
     tokens: list[int] = field(default_factory=list)
     slot: int = -1
     n_queued: int = 0
@@ -112,7 +113,7 @@ class Engine:
         request = Request(
             prompt=tuple(prompt),
             sampler=Sampler(params, self.eog_ids, prompt),
-            max_tokens=max_tokens,
+            limit=self.ctx_size if max_tokens < 0 else len(prompt) + max_tokens,
             tokens=list(prompt),
             added_s=time.perf_counter(),
         )
@@ -306,9 +307,7 @@ class Engine:
         request.tokens.append(token)
         if token in self.eog_ids:
             self._finish(request, "stop")
-        elif 0 < request.max_tokens <= len(request.generated):
-            self._finish(request, "length")
-        elif len(request.tokens) >= self.ctx_size:
+        elif len(request.tokens) >= min(request.limit, self.ctx_size):
             self._finish(request, "length")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

@@ -73,10 +73,8 @@ class Sampler:
     def __call__(self, logits: Floats) -> int:
         """Choose the next token from `logits` [V], which are left as they are."""
         logits = self._penalized(logits)
-        if self.params.temperature <= 0:
-            token = int(np.argmax(logits))
-        else:
-            token = self._draw(logits)
+        greedy = self.params.temperature <= 0
+        token = int(np.argmax(logits)) if greedy else self._draw(logits)
         self._recent.append(token)
         return token
 

@@ -1,8 +1,11 @@
 """From a file and settings to stages that are ready to run."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from gguf_pp import arch
 from gguf_pp.arch import Model
@@ -165,7 +168,7 @@ class Pipeline:
         layers = place(config, sizes, cell * MIN_CTX_SIZE * config.n_slots, self._backends)
         n_ctx = config.ctx_size or fitting_context(config, model, sizes, layers, self._backends)
         self.stages = [
-            LayerStage(i, backend, self._ops(backend), model, mine, self.trace)
+            LayerStage(i, backend, partial(self._ops, backend), model, mine, self.trace)
             for i, (backend, mine) in enumerate(zip(self._backends, layers, strict=True))
         ]
         self._load_weights(file, sizes, n_ctx, progress)
@@ -190,24 +193,38 @@ class Pipeline:
         n_ctx: int,
         progress: Callable[[int, int], None],
     ) -> None:
+        """All devices read their part at the same time."""
         total = sum(sizes.of(stage.layers) for stage in self.stages)
         done = 0
+        lock = threading.Lock()
 
         def step(n_bytes: int) -> None:
             nonlocal done
-            done += n_bytes
-            progress(min(done, total), total)
+            with lock:
+                done += n_bytes
+                progress(min(done, total), total)
 
-        for stage in self.stages:
-            try:
-                stage.load_weights(file, n_ctx, sizes.of(stage.layers), step)
-            except OutOfMemory as exc:
-                raise PlacementError(
-                    f"{stage.backend.name} has {exc.free_bytes >> 20} MiB free for "
-                    f"{exc.asked_bytes >> 20} MiB of weights "
-                    f"(layers {stage.layers.start} to {stage.layers.stop - 1})",
-                    hint="use a smaller quantization, or more devices",
-                ) from exc
+        futures = [self._start_loading(stage, file, sizes, n_ctx, step) for stage in self.stages]
+        for future in futures:
+            future.result()
+
+    def _start_loading(
+        self,
+        stage: LayerStage,
+        file: ModelFile,
+        sizes: Sizes,
+        n_ctx: int,
+        step: Callable[[int], None],
+    ) -> Future[None]:
+        try:
+            return stage.load_weights(file, n_ctx, sizes.of(stage.layers), step)
+        except OutOfMemory as exc:
+            raise PlacementError(
+                f"{stage.backend.name} has {exc.free_bytes >> 20} MiB free for "
+                f"{exc.asked_bytes >> 20} MiB of weights "
+                f"(layers {stage.layers.start} to {stage.layers.stop - 1})",
+                hint="use a smaller quantization, or more devices",
+            ) from exc
 
     def _allocate(self, rung: Rung) -> bool:
         for stage in self.stages:

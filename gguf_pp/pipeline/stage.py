@@ -3,7 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import Rung
 from gguf_pp.pipeline.ring import Copy, Ring
 
+T = TypeVar("T")
+
 LOGITS_BYTES = 32 << 20
 """Logits are made for as many rows at a time as fit in this."""
 
@@ -31,13 +34,12 @@ class LayerStage:
         self,
         i_stage: int,
         backend: Backend,
-        ops: Ops,
+        make_ops: Callable[[], Ops],
         model: Model,
         layers: range,
         trace: Trace,
     ) -> None:
         self.backend = backend
-        self.ops = ops
         self.layers = layers
         self.first = layers.start == 0
         self.last = layers.stop == model.hp.n_layers
@@ -45,6 +47,8 @@ class LayerStage:
         self.transfer: Stream | None = (
             None if self.last else backend.stream(f"stage {i_stage} transfer")
         )
+        # On the device's own thread, so that the threads of its kernels start on its cores.
+        self.ops: Ops = call(self.compute, make_ops).result()
         self.ring: Ring
         self.weight_bytes = 0
         self.kv_bytes = 0
@@ -61,20 +65,22 @@ class LayerStage:
 
     def load_weights(
         self, file: ModelFile, n_ctx: int, n_bytes: int, progress: Callable[[int], None]
-    ) -> set[str]:
-        """Read this stage's `n_bytes` of weights; returns the names of the tensors used.
+    ) -> Future[None]:
+        """Start to read this stage's `n_bytes` of weights, on its own device.
 
         Raises OutOfMemory before anything is read if the device has less.
         """
         self.backend.reserve(n_bytes, "weights")
         self.weight_bytes = n_bytes
         loader = DeviceLoader(file, n_ctx, self.ops, progress)
+        return call(self.compute, lambda: self._load(loader))
+
+    def _load(self, loader: DeviceLoader) -> None:
         if self.first:
             self._embedding = self._model.load_embedding(loader)
         self._weights = [self._model.load_layer(loader, i) for i in self.layers]
         if self.last:
             self._head = self._model.load_head(loader)
-        return loader.names
 
     def allocate(self, rung: Rung, n_slots: int, kv_types: tuple[str, str]) -> None:
         """Reserve KV cache, ring and scratch; raises OutOfMemory. `release` undoes it, whole or
@@ -140,6 +146,20 @@ class LayerStage:
         for start in range(0, len(outputs), n_rows):
             rows = range(start, min(start + n_rows, len(outputs)))
             take(self._model.logits(self.ops, self._head, x[rows.start : rows.stop]), rows)
+
+
+def call(stream: Stream, work: Callable[[], T]) -> Future[T]:
+    """Run `work` on `stream`; the future has what it returned or raised."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as exc:  # noqa: BLE001 - raised again by future.result()
+            future.set_exception(exc)
+
+    stream.run(run)
+    return future
 
 
 def kv_bytes(n_kv_heads: int, head_size: int, kv_types: tuple[str, str]) -> int:
