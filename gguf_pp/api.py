@@ -111,6 +111,7 @@ class Generation(Iterator[str]):
         self._n_read = 0
         self._text: list[str] = []
         self._flushed = False
+        self._interrupted = False
 
     def __next__(self) -> str:
         """The next piece that is not empty. Raises what made the request fail."""
@@ -123,7 +124,10 @@ class Generation(Iterator[str]):
     def _read(self) -> str:
         request = self._request
         while len(request.generated) <= self._n_read and request.finish_reason is None:
-            self._engine.step()
+            if self._interrupted:
+                self._engine.cancel(request)
+            else:
+                self._engine.step()
         if self._n_read < len(request.tokens) - len(request.prompt) and not self._stream.stopped:
             token = request.tokens[len(request.prompt) + self._n_read]
             self._n_read += 1
@@ -139,6 +143,10 @@ class Generation(Iterator[str]):
     def cancel(self) -> None:
         """Stop generating; what was made stays readable."""
         self._engine.cancel(self._request)
+
+    def interrupt(self) -> None:
+        """Have whoever iterates cancel before the next step; for signal handlers and threads."""
+        self._interrupted = True
 
     def completion(self) -> Completion:
         """Run to the end and return everything at once."""

@@ -1,6 +1,5 @@
 """What the user asked for, in the words of the flags, and what that means."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from gguf_pp.errors import ConfigError
 MAX_COPIES = 16
 DEFAULT_UBATCH_SIZE = 512
 DEFAULT_COPIES = 2
+MAX_SHARES = 1e100  # a product with a number of layers stays finite
 
 SplitMode = Literal["none", "layer"]
 Kernels = Literal["auto", "native", "torch"]
@@ -80,21 +80,12 @@ class RuntimeConfig:
 
 def resolve(asked: Options) -> RuntimeConfig:
     """Check every flag and settle what does not depend on the model; raises ConfigError."""
-    devices = parse_devices(asked.device or "cpu")
+    named = parse_devices("cpu" if asked.device is None else asked.device)
     notes: list[str] = []
-    shares = None if asked.tensor_split is None else parse_shares(asked.tensor_split)
-    layers = None if asked.layers is None else parse_counts("--layers", asked.layers)
-    if shares is not None and layers is not None:
-        raise ConfigError("-ts and --layers both say how to split", hint="give one of them")
-    mode = _choice("--split-mode", asked.split_mode, ("none", "layer"), _OTHER_MODES)
-    if shares is not None:
-        devices, shares = _open_shares(devices, shares)
-    if mode == "none":
-        devices, shares, layers = _main_device(devices, asked.main_gpu), None, None
+    devices, shares, layers = _split(asked, _with_threads(named, asked.threads), notes)
     if asked.n_gpu_layers is not None and all(d.kind == "cpu" for d in devices):
         _n_gpu_layers(asked.n_gpu_layers)
         notes.append("-ngl has no effect: there is no GPU among the devices")
-    devices = _with_threads(devices, asked.threads)
     _sizes(asked)
     return RuntimeConfig(
         devices=devices,
@@ -128,7 +119,7 @@ def parse_devices(text: str) -> tuple[Device, ...]:
                 hint="devices of this version: cpu (all cores), or cpu:0,cpu:1,... (equal shares)",
             )
         index = None if match[1] is None else int(match[1])
-        devices.append(Device(match[0], "cpu", index))
+        devices.append(Device("cpu" if index is None else f"cpu:{index}", "cpu", index))
     names = [d.name for d in devices]
     if repeated := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigError(f"device {repeated[0]!r} is named twice")
@@ -146,7 +137,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
         shares = tuple(float(part) for part in re.split("[,/]", text))
     except ValueError as exc:
         raise ConfigError(f"-ts {text!r} is not a list of numbers such as 3,1") from exc
-    if any(not math.isfinite(s) or s < 0 for s in shares):
+    if not sum(shares) < MAX_SHARES or min(shares) < 0:  # a sum of NaN is not less
         raise ConfigError(f"-ts {text!r}: shares are finite and not negative")
     if not any(shares):
         raise ConfigError(f"-ts {text!r} leaves no device: at least one share must be above 0")
@@ -191,6 +182,25 @@ def _choice(
 def _kernels(value: str) -> Kernels:
     _choice("--kernels", value, ("auto", "native", "torch"))
     return value  # type: ignore[return-value]
+
+
+def _split(
+    asked: Options, devices: tuple[Device, ...], notes: list[str]
+) -> tuple[tuple[Device, ...], tuple[float, ...] | None, tuple[int, ...] | None]:
+    """The devices to open, and their shares or numbers of layers if those were given."""
+    shares = None if asked.tensor_split is None else parse_shares(asked.tensor_split)
+    layers = None if asked.layers is None else parse_counts("--layers", asked.layers)
+    if shares is not None and layers is not None:
+        raise ConfigError("-ts and --layers both say how to split", hint="give one of them")
+    mode = _choice("--split-mode", asked.split_mode, ("none", "layer"), _OTHER_MODES)
+    if mode == "none":
+        if shares is not None or layers is not None:
+            flag = "--layers" if shares is None else "-ts"
+            notes.append(f"{flag} has no effect: --split-mode is none")
+        return _main_device(devices, asked.main_gpu), None, None
+    if shares is not None:
+        devices, shares = _open_shares(devices, shares)
+    return devices, shares, layers
 
 
 def _open_shares(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gguf_pp.errors import ConfigError
+from gguf_pp.errors import ConfigError, RequestError
 
 Floats = NDArray[np.float32]
 
@@ -71,8 +71,16 @@ class Sampler:
         self._recent: deque[int] = deque(prompt, maxlen=None if n < 0 else n)
 
     def __call__(self, logits: Floats) -> int:
-        """Choose the next token from `logits` [V], which are left as they are."""
+        """Choose the next token from `logits` [V], which are left as they are.
+
+        Raises RequestError if there is a NaN among them: any choice would be nonsense.
+        """
         logits = self._penalized(logits)
+        if np.isnan(logits.max()):
+            raise RequestError(
+                "the model computed logits that are not numbers",
+                hint="compare the file's checksum with its publisher's, or try --kernels torch",
+            )
         greedy = self.params.temperature <= 0
         token = int(np.argmax(logits)) if greedy else self._draw(logits)
         self._recent.append(token)

@@ -21,10 +21,11 @@ class StopFilter:
         if self.stopped:
             return ""
         self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        # The one complete first counts, so that nothing depends on how the text was cut up.
+        places = [(i + len(stop), i) for stop in self._stops if (i := self._held.find(stop)) >= 0]
         if places:
             self.stopped = True
-            shown, self._held = self._held[: min(places)], ""
+            shown, self._held = self._held[: min(places)[1]], ""
             return shown
         n_held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - n_held

@@ -154,4 +154,4 @@ def test_sanitizers_find_nothing(level, tmp_path):
         "spec.loader.exec_module(module)"
     )
     env = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "GGUF_PP_ISA": level}
-    run_kernel_tests(env=env, before=before)
+    run_kernel_tests("-m", "not slow", env=env, before=before)

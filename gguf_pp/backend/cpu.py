@@ -30,20 +30,41 @@ class CpuBuffer:
         self.n_bytes = self.tensor.nbytes
 
 
-class CpuEvent:
-    """Points at the flag of its latest record; None before the first."""
+class _Mark:
+    """One record of an event, and what broke the stream before it passed."""
 
     def __init__(self) -> None:
-        self.flag: threading.Event | None = None
+        self._passed = threading.Event()
+        self._failure: BaseException | None = None
+
+    def set(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        self._passed.set()
+
+    def wait(self) -> None:
+        self._passed.wait()
+        if self._failure is not None:
+            raise RuntimeError("a stream broke") from self._failure
+
+
+class CpuEvent:
+    """Points at the mark of its latest record; None before the first."""
+
+    def __init__(self) -> None:
+        self.mark: _Mark | None = None
 
     def synchronize(self) -> None:
-        """Block the host until the latest record has passed."""
-        if self.flag is not None:
-            self.flag.wait()
+        """Block the host until the latest record has passed; raises if its stream broke."""
+        if self.mark is not None:
+            self.mark.wait()
 
 
 class CpuStream:
-    """A worker thread and its queue."""
+    """A worker thread and its queue.
+
+    Work that raises, which is a bug, ends all work on this stream and on those that wait for it;
+    the host hears of it where it waits, instead of waiting forever.
+    """
 
     def __init__(self, name: str, cores: frozenset[int], n_threads: int, trace: Trace) -> None:
         self.name = name
@@ -58,14 +79,14 @@ class CpuStream:
     def wait(self, event: Event) -> None:
         """Hold later work on this stream until `event` has passed."""
         assert isinstance(event, CpuEvent)
-        if event.flag is not None and not event.flag.is_set():
-            self._queue.put(partial(_wait, event.flag))
+        if event.mark is not None:
+            self.run(event.mark.wait)
 
     def record(self, event: Event) -> None:
         """Let `event` pass once all work queued so far is done."""
         assert isinstance(event, CpuEvent)
-        event.flag = threading.Event()
-        self._queue.put(event.flag.set)
+        event.mark = mark = _Mark()
+        self._queue.put(lambda: mark.set(self._failure))
 
     def copy(self, dst: Buffer, src: Buffer, n_rows: int) -> None:
         """Queue a copy of the first `n_rows` rows."""
@@ -75,11 +96,11 @@ class CpuStream:
             dst.tensor[:n_rows].copy_(src.tensor[:n_rows])
             self._trace.add(self.name, "copy", start, time.perf_counter(), n_rows)
 
-        self._queue.put(move)
+        self.run(move)
 
     def run(self, work: Callable[[], None]) -> None:
         """Queue `work`."""
-        self._queue.put(work)
+        self._queue.put(partial(self._unless_broken, work))
 
     def close(self) -> None:
         """Finish what is queued, then end the thread."""
@@ -90,15 +111,20 @@ class CpuStream:
         if hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):  # a sandbox may forbid it; threads still suffice
                 os.sched_setaffinity(0, cores)
-        # Both torch's OpenMP and MKL counts are per calling thread.
+        # Both torch's OpenMP and MKL counts are per calling thread, but a thread's first use of
+        # them takes over what any thread set last: so that comes before, and is overridden.
+        torch.get_num_threads()
         torch.set_num_threads(n_threads)
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
                 item()
 
-
-def _wait(flag: threading.Event) -> None:
-    flag.wait()
+    def _unless_broken(self, work: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                work()
+            except BaseException as exc:  # noqa: BLE001 - raised again where the host waits
+                self._failure = exc
 
 
 class Budget:
@@ -141,8 +167,13 @@ class CpuBackend:
 
     def buffer(self, n_rows: int, n_cols: int, what: str) -> CpuBuffer:
         """Reserve a buffer; raises OutOfMemory."""
-        self.reserve(4 * n_rows * n_cols, what)
-        return CpuBuffer(n_rows, n_cols)
+        n_bytes = 4 * n_rows * n_cols
+        self.reserve(n_bytes, what)
+        try:
+            return CpuBuffer(n_rows, n_cols)
+        except BaseException:
+            self.release(n_bytes)
+            raise
 
     def event(self) -> CpuEvent:
         """Make an event that was never recorded."""
@@ -186,19 +217,23 @@ def share_cores(n_devices: int) -> list[frozenset[int]]:
     return [frozenset(cores[a : max(a + 1, b)]) for a, b in pairwise(edges)]
 
 
-def system_memory() -> tuple[int, int]:
+def system_memory(
+    proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
     """Total and available bytes of RAM, the container's limit respected where there is one.
 
-    Sources: proc(5) /proc/meminfo, and memory.max, memory.current of cgroup v2.
+    Sources: proc(5) /proc/meminfo, and memory.max, memory.current, memory.stat of cgroup v2. What
+    a container has cached of files counts as its own, but gives way when memory is wanted.
     """
     total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (proc / "meminfo").read_text().splitlines()
         kib = {key: int(rest.split()[0]) for key, rest in (line.split(":", 1) for line in lines)}
         total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())  # the word "max" is no number: no limit
-        used = int((group / "memory.current").read_text())
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int((cgroup / "memory.max").read_text())  # the word "max" is no number: no limit
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used -= int(stat["active_file"]) + int(stat["inactive_file"])
         total, available = min(total, limit), min(available, max(0, limit - used))
     return total, available

@@ -35,12 +35,14 @@ typedef struct {
 
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static inline int64_t key_offset(const attention_call *c, int64_t slot, int64_t i_head, int64_t i_group)
+static inline int64_t key_offset(const attention_call *c, int64_t slot, int64_t i_head,
+                                 int64_t i_group)
 {
     return ((slot * c->n_kv_heads + i_head) * ((c->n_cells + 7) / 8) + i_group) * c->head_size * 8;
 }
 
-static inline int64_t value_offset(const attention_call *c, int64_t slot, int64_t i_head, int64_t cell)
+static inline int64_t value_offset(const attention_call *c, int64_t slot, int64_t i_head,
+                                   int64_t cell)
 {
     return ((slot * c->n_kv_heads + i_head) * c->n_cells + cell) * c->padded_head_size;
 }
@@ -74,7 +76,7 @@ ISA_END
 #define CHOOSE(name) name##_portable
 #endif
 
-/* Fill c->rows from a sequence of (slot, start, n_rows); -1 with an exception if they do not fit. */
+/* Fill c->rows from (slot, start, n_rows); -1 with an exception if they do not fit. */
 static int place_rows(attention_call *c, PyObject *spans)
 {
     Py_ssize_t t = 0;
@@ -91,8 +93,8 @@ static int place_rows(attention_call *c, PyObject *spans)
         if (slot < 0 || slot >= c->n_slots || start < 0 || n < 1 || start > room - n ||
             n > c->n_rows - t) {
             PyErr_Format(PyExc_ValueError,
-                         "span (slot %zd, start %zd, n_rows %zd) does not fit %zd slots, %zd cells, "
-                         "%zd positions and %zd rows left",
+                         "span (slot %zd, start %zd, n_rows %zd) does not fit %zd slots, "
+                         "%zd cells, %zd positions and %zd rows left",
                          slot, start, n, c->n_slots, c->n_cells, c->n_positions, c->n_rows - t);
             return -1;
         }
@@ -150,11 +152,11 @@ static int is_sane(const attention_call *c)
 static int parse(PyObject *args, PyObject **team_object, PyObject **spans, attention_call *c)
 {
     Py_ssize_t p[8];
-    if (!PyArg_ParseTuple(args, "OO!nnn(nnppnn)(nnn)(nnpnn)(nnd)nff", team_object, &PyTuple_Type, spans,
-                          &p[0], &p[1], &c->n_rows, &p[2], &p[3], &c->k_is_half, &c->v_is_half,
-                          &c->n_slots, &c->n_cells, &c->n_heads, &c->n_kv_heads, &c->head_size, &p[4],
-                          &p[5], &c->neox, &c->n_positions, &c->n_rot, &p[6], &p[7], &c->eps, &c->window,
-                          &c->scale, &c->softcap))
+    if (!PyArg_ParseTuple(args, "OO!nnn(nnppnn)(nnn)(nnpnn)(nnd)nff", team_object, &PyTuple_Type,
+                          spans, &p[0], &p[1], &c->n_rows, &p[2], &p[3], &c->k_is_half,
+                          &c->v_is_half, &c->n_slots, &c->n_cells, &c->n_heads, &c->n_kv_heads,
+                          &c->head_size, &p[4], &p[5], &c->neox, &c->n_positions, &c->n_rot, &p[6],
+                          &p[7], &c->eps, &c->window, &c->scale, &c->softcap))
         return -1;
     c->qkv = (const float *)p[0];
     c->out = (float *)p[1];
@@ -166,8 +168,9 @@ static int parse(PyObject *args, PyObject **team_object, PyObject **spans, atten
     c->k_norm = (const float *)p[7];
     c->padded_head_size = (c->head_size + 7) / 8 * 8;
     if (!is_sane(c)) {
-        PyErr_Format(PyExc_ValueError, "attention of %zd rows, %zd heads on %zd, of %zd (%zd rotated)",
-                     c->n_rows, c->n_heads, c->n_kv_heads, c->head_size, c->n_rot);
+        PyErr_Format(PyExc_ValueError,
+                     "attention of %zd rows, %zd heads on %zd, of %zd (%zd rotated)", c->n_rows,
+                     c->n_heads, c->n_kv_heads, c->head_size, c->n_rot);
         return -1;
     }
     if (c->softcap > 0)
@@ -202,6 +205,7 @@ PyMethodDef attention_methods[] = {
     {"attention", py_attention, METH_VARARGS,
      "attention(team, spans, qkv, out, n_rows, (k, v, k_is_half, v_is_half, n_slots, n_cells),\n"
      "(n_heads, n_kv_heads, head_size), (cos, sin, neox, n_positions, n_rot),\n"
-     "(q_norm or 0, k_norm or 0, eps), window, scale, softcap): addresses; spans of (slot, start, n_rows)."},
+     "(q_norm or 0, k_norm or 0, eps), window, scale, softcap): addresses;\n"
+     "spans of (slot, start, n_rows)."},
     {NULL, NULL, 0, NULL},
 };

@@ -76,7 +76,8 @@ static void FN(prepare)(void *arg, int i_job)
     const attention_call *c = arg;
     const int64_t n = c->head_size, group = c->n_heads / c->n_kv_heads;
     float x[MAX_HEAD_SIZE] = {0};
-    for (int64_t t = i_job * ROWS_PER_STORE; t < min_of((i_job + 1) * ROWS_PER_STORE, c->n_rows); t++) {
+    const int64_t stop = min_of((i_job + 1) * ROWS_PER_STORE, c->n_rows);
+    for (int64_t t = i_job * ROWS_PER_STORE; t < stop; t++) {
         const row *r = c->rows + t;
         const float *q = c->qkv + t * (c->n_heads + 2 * c->n_kv_heads) * n;
         const float *k = q + c->n_heads * n, *v = k + c->n_kv_heads * n;
@@ -183,7 +184,7 @@ static void FN(multiply)(const FN(product) * p, int n_rows, int64_t n_cols, int 
         FN(multiply_as)(p, n_rows, n_cols, 0);
 }
 
-/* Rows [first, first + n_rows) of one slot and kv head, n_rows <= TILE_ROWS, in order of position. */
+/* At most TILE_ROWS rows of one slot and kv head, in order of position. */
 typedef struct {
     float scores[TILE_ROWS][BLOCK];
     float sums[TILE_ROWS * MAX_HEAD_SIZE]; /* [n_rows][padded_head_size] */
@@ -193,8 +194,8 @@ typedef struct {
     int64_t from[TILE_ROWS], to[TILE_ROWS]; /* the same within the block at hand */
 } FN(tile);
 
-static void FN(score)(const attention_call *c, FN(tile) * t, const float *q, int64_t keys, int64_t r,
-                      int n_rows)
+static void FN(score)(const attention_call *c, FN(tile) * t, const float *q, int64_t keys,
+                      int64_t r, int n_rows)
 {
     const int64_t n = c->head_size;
     const int64_t i_group = t->from[r] / 8, n_groups = (t->to[r + n_rows - 1] + 7) / 8 - i_group;
@@ -202,7 +203,8 @@ static void FN(score)(const attention_call *c, FN(tile) * t, const float *q, int
     for (int i = 0; i < n_rows; i++)
         memset(out + i * BLOCK, 0, (size_t)n_groups * 8 * sizeof *out);
     const int64_t at = keys + i_group * n * 8;
-    const FN(product) p = {q + r * n, at_element(c->k, at, c->k_is_half), out, n, n, 8, n * 8, BLOCK};
+    const FN(product) p = {q + r * n, at_element(c->k, at, c->k_is_half), out, n, n, 8, n * 8,
+                           BLOCK};
     FN(multiply)(&p, n_rows, n_groups, c->k_is_half);
 }
 
@@ -263,7 +265,7 @@ static void FN(gather_rows)(const attention_call *c, FN(tile) * t, int64_t value
         FN(gather)(c, t, values, r + i, 1, to, t->to[r + i]);
 }
 
-/* Few rows wait for memory: values are fetched during the scores, the next keys during the values. */
+/* Few rows wait for memory: fetch values during the scores, the next keys during the values. */
 static void FN(attend_block)(const attention_call *c, FN(tile) * t, const float *q, int64_t keys,
                              int64_t values, int64_t r, int64_t stop)
 {
@@ -285,7 +287,8 @@ static void FN(attend_block)(const attention_call *c, FN(tile) * t, const float 
 /* Rows [first, stop) of a kv head's [T][H/K], all of one span. */
 static void FN(attend)(const attention_call *c, int64_t i_head, int64_t first, int64_t stop)
 {
-    const int64_t n = c->padded_head_size, group = c->n_heads / c->n_kv_heads, n_rows = stop - first;
+    const int64_t n = c->padded_head_size, n_rows = stop - first;
+    const int64_t group = c->n_heads / c->n_kv_heads;
     const float *q = c->q + (i_head * c->n_rows * group + first) * c->head_size;
     const int64_t slot = c->rows[first / group].slot;
     FN(tile) t;
@@ -312,8 +315,8 @@ static void FN(attend)(const attention_call *c, int64_t i_head, int64_t first, i
     }
     for (int64_t r = 0; r < n_rows; r++) {
         const float total = FN(sum)(t.weights[r]);
-        float *out = c->out + ((first + r) / group * c->n_heads + i_head * group + (first + r) % group) *
-                                  c->head_size;
+        const int64_t i_row = (first + r) / group, i_query = i_head * group + (first + r) % group;
+        float *out = c->out + (i_row * c->n_heads + i_query) * c->head_size;
         for (int64_t i = 0; i < c->head_size; i++)
             out[i] = t.sums[r * n + i] / total;
     }

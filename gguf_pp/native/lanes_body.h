@@ -65,8 +65,9 @@ INLINE float FN(max)(v8 x)
     return m;
 }
 
-/* exp(x) = scale * (1 + result), |result| < 0.42: x = n ln 2 + r, scale = 2^n, and the Taylor series
- * of exp(r) - 1 up to r^7 (relative error 5e-9). x is taken as at least -87.3 and at most 88. */
+/* exp(x) = scale * (1 + result), |result| < 0.42: x = n ln 2 + r, scale = 2^n, and the Taylor
+ * series of exp(r) - 1 up to r^7 (relative error 5e-9). x is taken as at least -87.3 and at
+ * most 88. */
 INLINE v8 FN(exp_parts)(v8 x, v8 *scale)
 {
     const v8 low = FN(splat)(-87.3f), high = FN(splat)(88.0f);

@@ -1,10 +1,10 @@
 /* `Planes`: the Python object around a matrix. Everything is checked here or in
  * gguf_pp/quants/planes.py; the kernels trust their arguments. */
-#include <limits.h>
-#include <stdlib.h>
-
 #include "matrix.h"
 #include "module.h"
+
+#include <limits.h>
+#include <stdlib.h>
 
 typedef struct {
     PyObject_HEAD

@@ -1,9 +1,12 @@
-/* The kernels of matmul.h, in terms of matmul_vec.h; included once per instruction level, which defines
- * KERNELS, the name of the set. `layout`, `n_rows` and `quad` are constants wherever functions
- * below are inlined. */
+/* The kernels of matmul.h, in terms of matmul_vec.h; included once per instruction level, which
+ * defines KERNELS, the name of the set. The layout, the number of rows and the quad are constants
+ * wherever functions below are inlined. */
 #include "matmul_vec.h"
 
-enum { EXACT_ROWS = 4 };
+enum {
+    EXACT_ROWS = 4,
+    PREFETCH_BYTES = 1536, /* further than the hardware looks when memory is what limits */
+};
 
 static const int8_t TABLES[][16] = {
     [TABLE_IQ4] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
@@ -55,7 +58,7 @@ INLINE struct head read_head(struct layout l, const uint8_t *p)
         u8x8 bytes;
         memcpy(&bytes, p, sizeof bytes);
         u32x8 e = __builtin_convertvector(bytes, u32x8), tiny = (u32x8)(e < 2);
-        h.d = (f32x8)((tiny & 0x00200000u << (e & 1)) | (~tiny & (e - 1) << 23));
+        h.d = (f32x8)((tiny & (e + 1) * 0x00200000u) | (~tiny & (e - 1) << 23));
     } else
         h.d = f32_of_f16(p);
     if (head_bytes(l) > 2 * LANES)
@@ -92,12 +95,12 @@ INLINE void dot_quads(struct layout l, int n_rows, const uint8_t *codes, int fir
                       const struct activations *x, size_t stride, i32x8 *out)
 {
     int run = products_per_lane(l) < n ? products_per_lane(l) : n;
-UNROLL
+    UNROLL
     for (int i = 0; i < n; i += run) {
         sums a[DOT_ROWS];
         for (int r = 0; r < n_rows; r++)
             a[r] = (sums){0};
-UNROLL
+        UNROLL
         for (int j = i; j < i + run; j++) {
             int quad = n == 8 && l.low == 4 ? j / 2 + j % 2 * 4 : first + j;
             u8x32 c = codes_of(l, codes, quad);
@@ -118,7 +121,7 @@ INLINE void dot_group(struct layout l, int n_rows, struct head h, const uint8_t 
                       const struct activations *x, size_t stride, f32x8 *acc)
 {
     int halves = n_halves(l), offset = is_signed(l) ? SIGNED_OFFSET : l.offset;
-UNROLL
+    UNROLL
     for (int half = 0; half < halves; half++) {
         struct scales s = read_scales(l, h, tile, half);
         f32x8 min = offset ? s.scale * splat((float)-offset) : s.min;
@@ -141,8 +144,11 @@ INLINE void dot_rows(struct layout l, int n_rows, const uint8_t *w, int n_groups
     for (int i = 0; i < n_groups; i += l.n_groups) {
         struct head h = read_head(l, w);
         w += head_bytes(l);
-        for (int g = 0; g < l.n_groups; g++, x++, w += tile_bytes(l))
+        for (int g = 0; g < l.n_groups; g++, x++, w += tile_bytes(l)) {
+            for (int line = 0; line < tile_bytes(l); line += 64)
+                __builtin_prefetch(w + PREFETCH_BYTES + line);
             dot_group(l, n_rows, h, w, x, stride, acc);
+        }
     }
     for (int r = 0; r < n_rows; r++)
         store_f32(out + LANES * r, acc[r]);
@@ -179,15 +185,14 @@ INLINE void decode(struct layout l, const uint8_t *w, int i, float *out)
     w += (size_t)(i / l.n_groups) * (size_t)record_bytes(l);
     struct head h = read_head(l, w);
     w += head_bytes(l) + i % l.n_groups * tile_bytes(l);
-UNROLL
-    for (int quad = 0; quad < 8; quad++) {
-        struct scales s = read_scales(l, h, w, n_halves(l) == 2 ? quad / 4 : 0);
+    struct scales s[2] = {read_scales(l, h, w, 0), read_scales(l, h, w, n_halves(l) - 1)};
+    UNROLL
+    for (int quad = 0; quad < 8; quad++, out += 4 * LANES) {
         u8x32 codes = codes_of(l, w + sub_bytes(l), quad);
         if (is_signed(l))
-            decode_quad(codes ^ 128, 128, s, 0, out);
+            decode_quad(codes ^ 128, 128, s[quad / 4], 0, out);
         else
-            decode_quad(codes, l.offset, s, has_min(l), out);
-        out += 4 * LANES;
+            decode_quad(codes, l.offset, s[quad / 4], has_min(l), out);
     }
 }
 

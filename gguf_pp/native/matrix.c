@@ -1,13 +1,15 @@
 #include "matrix.h"
 
-#include <string.h>
-
 #include "matmul.h"
 #include "module.h"
 
+#include <string.h>
+
 enum {
     X_CACHE_BYTES = 192 * 1024, /* of quantized activations that should stay in the L2 cache */
-    EXACT_X_ROWS = 128,
+    DOT_ROWS_AT_ONCE = 256,
+    EXACT_ROWS_AT_ONCE = 128,
+    EXACT_COLS = 256,
     ITEMS_PER_THREAD = 4,
     QUANTIZE_ROWS = 8,
     PACK_BLOCKS = 16,
@@ -108,17 +110,16 @@ static void multiply_quantized(const struct job *job, const struct part *part, i
     const struct product *p = job->product;
     int n_groups = p->matrix->n_cols / GROUP;
     int step = X_CACHE_BYTES / ((int)sizeof(struct activations) * n_groups) / DOT_ROWS * DOT_ROWS;
-    step = step < DOT_ROWS ? DOT_ROWS : step;
-    for (int first = 0; first < p->n_rows; first += step)
-        for (int b = block; b < stop; b++)
-            for (int row = first; row < min_int(first + step, p->n_rows); row += DOT_ROWS) {
-                int n_rows = min_int(DOT_ROWS, p->n_rows - row);
-                float y[DOT_ROWS * LANES];
-                job->kernels->dot[part->kind](
-                    block_of(part, b), n_groups,
-                    job->activations + (size_t)row * (size_t)n_groups, n_rows, y);
-                store(p, row, n_rows, column_of(part, b), lanes_of(part, b), y, LANES);
-            }
+    step = step < DOT_ROWS ? DOT_ROWS : min_int(step, DOT_ROWS_AT_ONCE);
+    for (int row = 0; row < p->n_rows; row += step)
+        for (int b = block; b < stop; b++) {
+            float y[DOT_ROWS_AT_ONCE * LANES];
+            int n_rows = min_int(step, p->n_rows - row);
+            job->kernels->dot[part->kind](
+                block_of(part, b), n_groups, job->activations + (size_t)row * (size_t)n_groups,
+                n_rows, y);
+            store(p, row, n_rows, column_of(part, b), lanes_of(part, b), y, LANES);
+        }
 }
 
 /* Columns [k, k + n) of a row block as [n][LANES] floats: decoded, or where they are. */
@@ -136,12 +137,12 @@ static const float *weights_at(const struct job *job, const struct part *part, i
 static void multiply_exact_rows(const struct job *job, const struct part *part, int block,
                                 int n_blocks, int row, int n_rows)
 {
-    float totals[EXACT_X_ROWS * 2 * LANES], scratch[2][CHUNK * LANES];
+    float totals[EXACT_ROWS_AT_ONCE * 2 * LANES], scratch[2][EXACT_COLS * LANES];
     const struct product *p = job->product;
     int n_cols = p->matrix->n_cols;
     memset(totals, 0, (size_t)n_rows * 2 * LANES * sizeof *totals);
-    for (int k = 0; k < n_cols; k += CHUNK) {
-        int n = min_int(CHUNK, n_cols - k);
+    for (int k = 0; k < n_cols; k += EXACT_COLS) {
+        int n = min_int(EXACT_COLS, n_cols - k);
         const float *w0 = weights_at(job, part, block, k, n, scratch[0]);
         const float *w1 =
             n_blocks == 2 ? weights_at(job, part, block + 1, k, n, scratch[1]) : w0;
@@ -156,10 +157,10 @@ static void multiply_exact_rows(const struct job *job, const struct part *part, 
 static void multiply_exact(const struct job *job, const struct part *part, int block, int stop)
 {
     int n_rows = job->product->n_rows;
-    for (int row = 0; row < n_rows; row += EXACT_X_ROWS)
+    for (int row = 0; row < n_rows; row += EXACT_ROWS_AT_ONCE)
         for (int b = block; b < stop; b += 2)
             multiply_exact_rows(job, part, b, min_int(2, stop - b), row,
-                                min_int(EXACT_X_ROWS, n_rows - row));
+                                min_int(EXACT_ROWS_AT_ONCE, n_rows - row));
 }
 
 static void multiply_item(void *arg, int item)

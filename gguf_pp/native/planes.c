@@ -241,10 +241,15 @@ static void pack_floats(struct layout l, const uint8_t *rows, size_t row_bytes, 
 {
     size_t size = (size_t)l.low / 8;
     memset(row_block, 0, row_block_bytes(l, n_cols));
-    for (int r = 0; r < n_rows; r++)
-        for (size_t k = 0; k < n_cols; k++)
-            memcpy(row_block + (k * LANES + (size_t)r) * size, rows + (size_t)r * row_bytes + k * size,
-                   size);
+    for (size_t k = 0; k < n_cols; k++)
+        for (int r = 0; r < n_rows; r++) {
+            const uint8_t *from = rows + (size_t)r * row_bytes + k * size;
+            uint8_t *to = row_block + (k * LANES + (size_t)r) * size;
+            if (size == 4)
+                memcpy(to, from, 4);
+            else
+                memcpy(to, from, 2);
+        }
 }
 
 void planes_pack(enum kind kind, const uint8_t *rows, size_t row_bytes, int n_rows, size_t n_cols,

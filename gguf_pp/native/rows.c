@@ -85,8 +85,8 @@ static PyObject *py_gated(PyObject *Py_UNUSED(self), PyObject *args)
     if (!t)
         return NULL;
     if (n_rows < 1 || n_cols < 1 || activation < SILU || activation > GELU_ERF)
-        return PyErr_Format(PyExc_ValueError, "gated of [%zd, 2 * %zd], activation %d", n_rows, n_cols,
-                            activation);
+        return PyErr_Format(PyExc_ValueError, "gated of [%zd, 2 * %zd], activation %d", n_rows,
+                            n_cols, activation);
     gated_call call = {(const float *)x, (float *)out, n_rows, n_cols, job_size(2 * n_cols),
                        activation};
     run_rows(t, CHOOSE(gated), &call, n_rows, call.rows_per_job);
@@ -97,7 +97,7 @@ PyMethodDef rows_methods[] = {
     {"rms_norm", py_rms_norm, METH_VARARGS,
      "rms_norm(team, x, weight, add or 0, out, n_rows, n_cols, eps): addresses of float32."},
     {"gated", py_gated, METH_VARARGS,
-     "gated(team, x, out, n_rows, n_cols, activation): addresses of float32; x is [n_rows, 2 n_cols], "
-     "activation 0 silu, 1 gelu_tanh, 2 gelu_erf."},
+     "gated(team, x, out, n_rows, n_cols, activation): addresses of float32;\n"
+     "x is [n_rows, 2 n_cols], activation 0 silu, 1 gelu_tanh, 2 gelu_erf."},
     {NULL, NULL, 0, NULL},
 };

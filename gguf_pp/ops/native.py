@@ -43,6 +43,8 @@ class NativeLayerKV:
         self.k = torch.empty(k_shape, dtype=_KV_TYPES[k_type])
         self.v = torch.empty(v_shape, dtype=_KV_TYPES[v_type])
         self.n_bytes = self.k.nbytes + self.v.nbytes
+        are_half = (k_type == "f16", v_type == "f16")
+        self.place = (self.k.data_ptr(), self.v.data_ptr(), *are_half, n_slots, n_cells)
 
 
 class NativeOps:
@@ -61,6 +63,7 @@ class NativeOps:
         self._kernels = module
         self._team = start_team(n_threads)
         self._exact = exact
+        self._specs: dict[int, tuple[Attention, tuple[object, ...]]] = {}
 
     def matrix(self, parts: Sequence[RawTensor]) -> PlaneMatrix:
         """Copy quantized tensors into the kernels' layout, stacked by rows."""
@@ -126,47 +129,46 @@ class NativeOps:
     def attention(self, qkv: Tensor, kv: LayerKV, ubatch: UBatch, spec: Attention) -> Tensor:
         """Norm, rotate, store, attend: [T, H D]. Spans are checked against `kv` and the tables."""
         assert isinstance(kv, NativeLayerKV)
-        heads = (spec.n_heads, spec.n_kv_heads, spec.head_size)
-        if heads[1:] != (kv.n_kv_heads, kv.head_size):
-            raise ValueError(f"{heads[1:]} heads meet a cache of {kv.n_kv_heads, kv.head_size}")
+        if (spec.n_kv_heads, spec.head_size) != (kv.n_kv_heads, kv.head_size):
+            raise ValueError(
+                f"{spec.n_kv_heads} kv heads of {spec.head_size} meet a cache of "
+                f"{kv.n_kv_heads} of {kv.head_size}"
+            )
         n_rows = ubatch.n_rows
         x = _address(qkv, (n_rows, (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_size))
         out = torch.empty(n_rows, spec.n_heads * spec.head_size)
+        static = self._static_arguments(spec)
         self._kernels.attention(
-            self._team,
-            ubatch.spans,
-            x,
-            out.data_ptr(),
-            n_rows,
-            _cache(kv),
-            heads,
-            _rope(spec),
-            _norms(spec),
-            spec.window,
-            spec.scale,
-            spec.softcap,
+            self._team, ubatch.spans, x, out.data_ptr(), n_rows, kv.place, *static
         )
         return out
 
+    def _static_arguments(self, spec: Attention) -> tuple[object, ...]:
+        # Keeping the spec beside its arguments keeps its id, and the addresses, from another use.
+        _, arguments = self._specs.get(id(spec), (None, None))
+        if arguments is None:
+            arguments = _static_arguments(spec)
+            self._specs[id(spec)] = spec, arguments
+        return arguments
 
-def _cache(kv: NativeLayerKV) -> tuple[int, int, bool, bool, int, int]:
-    k, v = kv.k, kv.v
-    k_is_half, v_is_half = k.dtype == torch.float16, v.dtype == torch.float16
-    return k.data_ptr(), v.data_ptr(), k_is_half, v_is_half, kv.n_slots, kv.n_cells
 
-
-def _rope(spec: Attention) -> tuple[int, int, bool, int, int]:
+def _static_arguments(spec: Attention) -> tuple[object, ...]:
+    """What the kernel wants to know of a layer, in its order."""
     cos, sin = spec.rope.cos, spec.rope.sin
     n_positions, n_pairs = cos.shape
-    shape = (n_positions, n_pairs)
-    return _address(cos, shape), _address(sin, shape), spec.rope.neox, n_positions, 2 * n_pairs
-
-
-def _norms(spec: Attention) -> tuple[int, int, float]:
-    shape = (spec.head_size,)
-    q = 0 if spec.q_norm is None else _address(spec.q_norm, shape)
-    k = 0 if spec.k_norm is None else _address(spec.k_norm, shape)
-    return q, k, spec.eps
+    table, norm = (n_positions, n_pairs), (spec.head_size,)
+    return (
+        (spec.n_heads, spec.n_kv_heads, spec.head_size),
+        (_address(cos, table), _address(sin, table), spec.rope.neox, n_positions, 2 * n_pairs),
+        (
+            0 if spec.q_norm is None else _address(spec.q_norm, norm),
+            0 if spec.k_norm is None else _address(spec.k_norm, norm),
+            spec.eps,
+        ),
+        spec.window,
+        spec.scale,
+        spec.softcap,
+    )
 
 
 def _address(tensor: Tensor, shape: tuple[int, ...]) -> int:

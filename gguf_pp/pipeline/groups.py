@@ -37,14 +37,20 @@ def choose_groups(n_sequences: int, n_stages: int, a: float, b: float, host_s: f
 
 
 def fit_stage_time(samples: Iterable[tuple[int, float]]) -> tuple[float, float] | None:
-    """Least squares of seconds = a + b rows, both not negative; None without samples."""
+    """Least squares of seconds = a + b rows, both not negative.
+
+    None without two different numbers of rows: nothing tells a from b then, and to call all of it
+    a would make one group look as good as any.
+    """
     points: Sequence[tuple[int, float]] = list(samples)
-    if not points:
+    if len({x for x, _ in points}) < 2:
         return None
     n = len(points)
     mean_x = sum(x for x, _ in points) / n
     mean_y = sum(y for _, y in points) / n
     spread = sum((x - mean_x) ** 2 for x, _ in points)
-    b = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-    b = min(max(b, 0.0), mean_y / mean_x)
-    return mean_y - b * mean_x, b
+    b = max(0.0, sum((x - mean_x) * (y - mean_y) for x, y in points) / spread)
+    a = mean_y - b * mean_x
+    if a < 0:  # the best line through the origin
+        return 0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+    return a, b

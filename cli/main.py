@@ -1,0 +1,90 @@
+"""`gguf-pp`: find the subcommand, run it, turn failures into two lines and an exit code."""
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from gguf_pp import __version__
+from gguf_pp.errors import GgufPpError
+
+from .console import Misuse, show_error
+from .flags import flatten
+
+COMMANDS = {
+    "run": "Generate text, or chat.",
+    "perplexity": "Measure how well a model predicts a text.",
+    "pull": "Download a known model, or list those that are known.",
+}
+"""Help by name. The command is the function of that name in the module of that name, imported only
+when it is wanted."""
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0 on success, 1 on a failure the user can fix, 2 on bad usage, 130 on ^C."""
+    args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal's encoding lacks must not end a generation.
+        sys.stdout.reconfigure(errors="replace")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    try:
+        command = typer.main.get_command(_app(args[0]))
+        with command.make_context("gguf-pp", list(args)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as exc:
+        return exc.exit_code
+    except GgufPpError as exc:
+        show_error(str(exc), exc.hint)
+        return 2 if isinstance(exc, Misuse) else 1
+    except typer.TyperException as exc:
+        show_error(exc.format_message(), f"{_prog(args[0])} --help lists what there is")
+        return exc.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _app(wanted: str) -> typer.Typer:
+    """Build the command line; of the subcommands only `wanted` is real, the others have a name."""
+    app = typer.Typer(add_completion=False, context_settings=_SETTINGS)
+    app.callback()(_global_flags)
+    for name, text in COMMANDS.items():
+        command = _unloaded
+        if name == wanted:
+            command = flatten(getattr(import_module(f"gguf_pp.cli.{name}"), name))
+        app.command(name, help=text, context_settings=_SETTINGS)(command)
+    return app
+
+
+def _prog(first: str) -> str:
+    return f"gguf-pp {first}" if first in COMMANDS else "gguf-pp"
+
+
+def _unloaded() -> None:
+    raise AssertionError("only the first argument can be a command")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"gguf-pp {__version__}")
+        raise typer.Exit
+
+
+def _global_flags(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Run one GGUF model across several devices, as a pipeline."""
