@@ -1,5 +1,6 @@
 """One generation on stdout, which Ctrl-C can end."""
 
+import logging
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gguf_pp.api import LLM, Completion, Generation, SamplingOptions
+
+log = logging.getLogger("gguf_pp")
 
 
 class Generator:
@@ -37,6 +40,7 @@ class Generator:
             prompt, max_tokens=self._max_tokens, stop=self._stop, **self._sampling
         )
         with generation, interruptible(generation):
+            log.info("generating from %d tokens", len(prompt))
             for piece in generation:
                 if self._shown:
                     sys.stdout.write(piece)

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -112,11 +113,18 @@ team *team_new(int n_threads)
         return NULL;
     pthread_mutex_init(&t->mutex, NULL);
     pthread_cond_init(&t->wake, NULL);
-    for (t->n_threads = 1; t->n_threads < n_threads; t->n_threads++)
-        if (pthread_create(&t->threads[t->n_threads], NULL, member, t)) {
-            team_free(t);
-            return NULL;
-        }
+    /* Signals are for the interpreter's main thread; members inherit the mask. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = 0;
+    for (t->n_threads = 1; t->n_threads < n_threads && !failed; t->n_threads += !failed)
+        failed = pthread_create(&t->threads[t->n_threads], NULL, member, t);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failed) {
+        team_free(t);
+        return NULL;
+    }
     return t;
 }
 
