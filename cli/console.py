@@ -78,8 +78,8 @@ def progress(text: str, *, in_bytes: bool) -> Iterator[Callable[[int, int], None
     task = bar.add_task(text, total=None)
 
     def update(so_far: int, total: int) -> None:
-        bar.start()
         bar.update(task, completed=so_far, total=total)
+        bar.start()
 
     try:
         yield update

@@ -21,8 +21,8 @@ COMMANDS = {
     "perplexity": "Measure how well a model predicts a text.",
     "pull": "Download a known model, or list those that are known.",
 }
-"""Help by name. The command is the function of that name in the module of that name, imported only
-when it is wanted."""
+"""One line of help by name. A command is the function of that name in the module of that name,
+imported only when it is wanted; its docstring is its own help."""
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -57,13 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _app(wanted: str) -> typer.Typer:
     """Build the command line; of the subcommands only `wanted` is real, the others have a name."""
-    app = typer.Typer(add_completion=False, context_settings=_SETTINGS)
+    app = typer.Typer(
+        add_completion=False,
+        context_settings=_SETTINGS,
+        # Rich takes longer to import than all the rest: boxes are for the long help of a command.
+        rich_markup_mode="rich" if wanted in COMMANDS else None,
+    )
     app.callback()(_global_flags)
     for name, text in COMMANDS.items():
-        command = _unloaded
         if name == wanted:
             command = flatten(getattr(import_module(f"gguf_pp.cli.{name}"), name))
-        app.command(name, help=text, context_settings=_SETTINGS)(command)
+            app.command(name, context_settings=_SETTINGS)(command)
+        else:
+            app.command(name, help=text)(_unloaded)
     return app
 
 

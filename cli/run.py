@@ -72,7 +72,11 @@ class TextFlags:
 
 
 def run(engine: EngineFlags, text: TextFlags, chat: ChatFlags, sampling: SamplingFlags) -> None:
-    """Generate text, or chat. Generated text goes to stdout, everything else to stderr."""
+    """Generate text, or chat.
+
+    Generated text, and nothing else, goes to stdout. Ctrl-C ends an answer, twice the program. In a
+    chat, /exit or Ctrl-D ends.
+    """
     options, choice = engine.options(), sampling.options()
     prompt = text.read()
     from_stdin = text.file is not None and str(text.file) == "-"
@@ -94,16 +98,17 @@ def run(engine: EngineFlags, text: TextFlags, chat: ChatFlags, sampling: Samplin
             if prompt is None:
                 raise Misuse("no prompt, and the model has no chat template", hint="give -p TEXT")
             generator(llm.tokenize(prompt, special=text.special))
-        _finish(session, generator.completions, as_json=text.as_json, chatted=talk)
+        goes_on = talk and not chat.single_turn
+        _finish(session, generator.completions, as_json=text.as_json, goes_on=goes_on)
 
 
 def _finish(
-    session: Session, completions: "list[Completion]", *, as_json: bool, chatted: bool
+    session: Session, completions: "list[Completion]", *, as_json: bool, goes_on: bool
 ) -> None:
     if as_json:
         print_json(summary(session, completions[-1]))
     show_rates(completions)
-    if completions and completions[-1].finish_reason == "cancelled" and not chatted:
+    if completions and completions[-1].finish_reason == "cancelled" and not goes_on:
         raise typer.Exit(130)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from gguf_pp.backend.sim import SimBackend, SimBuffer, World
+from gguf_pp.backend.trace import Trace
 from gguf_pp.batch import Span, UBatch
 from gguf_pp.pipeline.executor import Executor, Take, Ticket
 from gguf_pp.pipeline.ring import Copy, Ring
@@ -94,6 +95,7 @@ class Run:
         pipelined: bool = True,
         fails: tuple[int, int] | None = None,
         executor: type[Executor] = Executor,
+        traced: bool = False,
     ) -> None:
         n_stages, n_ubatches = len(seconds), len(seconds[0])
         self.world = World(seed, copy_s)
@@ -108,7 +110,9 @@ class Run:
             )
             for i in range(n_stages)
         ]
-        self.executor = executor(self.stages, pipelined=pipelined)
+        self.trace = Trace(self.world.now)
+        self.trace.enabled = traced
+        self.executor = executor(self.stages, self.trace, pipelined=pipelined)
         self.results: dict[int, list[float]] = {}
         self.errors: dict[int, BaseException] = {}
         tickets: list[Ticket] = []

@@ -8,7 +8,6 @@ import torch
 from gguf_pp.backend.base import OutOfMemory, is_out_of_memory
 from gguf_pp.backend.cpu import Budget, CpuBackend, share_cores, system_memory
 from gguf_pp.backend.open import open_devices
-from gguf_pp.backend.trace import Slice, Trace
 from gguf_pp.config import Device
 
 PATIENCE_S = 30
@@ -33,8 +32,8 @@ class Gate:
 
 
 @contextlib.contextmanager
-def opened(name="cpu:0", cores=CORES, n_threads=1, limit=1 << 20, trace=None):
-    backend = CpuBackend(name, cores, n_threads, Budget(limit), trace or Trace())
+def opened(name="cpu:0", cores=CORES, n_threads=1, limit=1 << 20):
+    backend = CpuBackend(name, cores, n_threads, Budget(limit))
     try:
         yield backend
     finally:
@@ -159,8 +158,7 @@ def test_the_host_waits_for_the_latest_record(backend):
 
 
 def test_a_copy_moves_the_first_rows_and_no_others():
-    trace = Trace(enabled=True)
-    with opened(trace=trace) as backend:
+    with opened() as backend:
         stream = backend.stream("transfer")
         source, target = backend.buffer(3, 2, "source"), backend.buffer(4, 2, "target")
         source.tensor.copy_(torch.arange(6.0).view(3, 2))
@@ -168,18 +166,6 @@ def test_a_copy_moves_the_first_rows_and_no_others():
         stream.copy(target, source, 2)
         finish(backend, stream)
     assert target.tensor.tolist() == [[0, 1], [2, 3], [-1, -1], [-1, -1]]
-    (piece,) = trace.slices
-    assert piece[:2] == ("cpu:0 transfer", "copy")
-    assert piece.n_rows == 2
-    assert piece.start_s <= piece.end_s
-
-
-def test_a_trace_keeps_nothing_unless_asked():
-    kept, dropped = Trace(enabled=True), Trace()
-    for trace in (kept, dropped):
-        trace.add("t", "compute", 1.0, 2.0, 3)
-    assert kept.slices == [Slice("t", "compute", 1.0, 2.0, 3)]
-    assert dropped.slices == []
 
 
 def test_a_stream_that_broke_is_told_to_the_host_and_to_those_who_wait(backend):
@@ -202,7 +188,7 @@ def test_a_stream_that_broke_is_told_to_the_host_and_to_those_who_wait(backend):
 
 
 def test_closing_finishes_what_is_queued_and_ends_the_threads():
-    backend, ran, gate = CpuBackend("cpu:7", CORES, 1, Budget(0), Trace()), [], Gate()
+    backend, ran, gate = CpuBackend("cpu:7", CORES, 1, Budget(0)), [], Gate()
     streams = [backend.stream("compute", compute=True), backend.stream("transfer")]
     assert {"cpu:7 compute", "cpu:7 transfer"} <= {t.name for t in threading.enumerate()}
     streams[0].run(gate)
@@ -253,7 +239,7 @@ def test_a_stream_and_the_threads_it_starts_stay_on_the_cores_of_the_device():
 
 def test_what_is_reserved_is_taken_from_all_devices_of_the_process():
     budget = Budget(1000)
-    one, two = (CpuBackend(f"cpu:{i}", CORES, 1, budget, Trace()) for i in range(2))
+    one, two = (CpuBackend(f"cpu:{i}", CORES, 1, budget) for i in range(2))
     one.reserve(600, "weights")
     assert two.memory().free_bytes == 400
     assert one.memory().pool == two.memory().pool == "ram"
@@ -356,7 +342,7 @@ def test_without_proc_the_size_of_the_memory_is_known(tmp_path):
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_devices_are_opened_in_order_with_their_threads_and_one_budget():
     asked = [Device("cpu:1", "cpu", 1, 5), Device("cpu:0", "cpu", 0)]
-    one, two = open_devices(asked, 123, Trace())
+    one, two = open_devices(asked, 123)
     assert (one.name, two.name) == ("cpu:1", "cpu:0")
     assert (one.cores, two.cores) == tuple(share_cores(2))
     assert (one.n_threads, two.n_threads) == (5, len(two.cores))

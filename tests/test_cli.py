@@ -9,9 +9,11 @@ from typing import Annotated
 import pytest
 import typer
 
-from gguf_pp.cli.flags import EngineFlags, flatten
+from gguf_pp.cli.flags import EngineFlags, SamplingFlags, flatten
 from gguf_pp.cli.main import COMMANDS, main
+from gguf_pp.config import Options
 from gguf_pp.fetch import KNOWN
+from gguf_pp.sampling import SamplingParams
 
 HEAVY = ("torch", "numpy", "tokenizers", "jinja2", "gguf")
 
@@ -37,13 +39,13 @@ def _taker(seen):
 
 
 def test_llama_cpps_names_of_several_letters_are_whole_options():
-    flags = parse(
-        *"m.gguf -sm none -ts 3,1 -ub auto -mg 1 -ngl 99 -ctk f32 -ctv f16 -dev cpu:0,cpu:1".split()
-    )
+    flags = parse("m.gguf", "-sm", "none", "-ts", "3,1", "-ub", "auto", "-mg", "1", "-ngl", "99")
+    more = parse("-ctk", "f32", "-ctv", "f16", "-dev", "cpu:0,cpu:1")
     assert flags.model_name() == "m.gguf"
     options = flags.options()
     assert (options.split_mode, options.tensor_split, options.ubatch_size) == ("none", "3,1", None)
     assert (options.main_gpu, options.n_gpu_layers) == (1, "99")
+    options = more.options()
     assert (options.cache_type_k, options.cache_type_v) == ("f32", "f16")
     assert options.device == "cpu:0,cpu:1"
 
@@ -60,7 +62,8 @@ def test_short_options_take_attached_values():
 
 
 def test_defaults_of_the_flags_are_those_of_the_library():
-    assert EngineFlags().options() == type(EngineFlags().options())()
+    assert EngineFlags().options() == Options()
+    assert SamplingParams(**SamplingFlags().options()) == SamplingParams()
 
 
 def errors(capsys, *argv: str) -> tuple[int, list[str]]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -65,22 +66,17 @@ def test_why_pipelining_is_off_is_said_and_flags_without_effect_are_warned_of(ca
 
 def test_json_has_the_documented_keys_and_the_same_text(capsys, chat_model):
     _, text, _ = run(capsys, chat_model, "-p", "Hello", "-n", "8", *GREEDY)
-    got = as_json(
-        capsys, chat_model, "-p", "Hello", "-n", "8", *GREEDY, "--device", "cpu:0,cpu:1"
-    )
-    assert list(got) == (
-        "text ids prompt_ids finish_reason timings devices n_copies pipeline".split()
-    )
+    got = as_json(capsys, chat_model, "-p", "Hello", "-n", "8", *GREEDY, "--device", "cpu:0,cpu:1")
+    assert " ".join(got) == "text ids prompt_ids finish_reason timings devices n_copies pipeline"
     assert got["text"] == text
     assert got["finish_reason"] == "length"
     assert (len(got["ids"]), len(got["prompt_ids"])) == (8, 5)
-    assert list(got["timings"]) == (
-        "load_s first_token_s prompt_tokens prompt_tokens_per_s decode_tokens "
-        "decode_tokens_per_s".split()
+    assert " ".join(got["timings"]) == (
+        "load_s first_token_s prompt_tokens prompt_tokens_per_s decode_tokens decode_tokens_per_s"
     )
     assert (got["timings"]["prompt_tokens"], got["timings"]["decode_tokens"]) == (5, 7)
     first, second = got["devices"]
-    assert list(first) == "name layers weight_bytes kv_bytes buffer_bytes".split()
+    assert " ".join(first) == "name layers weight_bytes kv_bytes buffer_bytes"
     assert (first["layers"][0], second["layers"][1]) == (0, 4)
     assert first["layers"][1] == second["layers"][0]
     assert got["n_copies"] == 2
@@ -190,44 +186,71 @@ def test_a_reader_that_has_seen_enough_ends_the_generation(chat_model):
     assert "Error" not in err
 
 
-def interrupted(*argv: str, times: int = 1) -> tuple[int, str, str]:
-    """Run without end, send SIGINT once text has come, or twice at once."""
+def interrupted(argv: list[str], ready: Callable[[subprocess.Popen[str]], str]) -> tuple[str, str]:
+    """Send SIGINT once `ready` returns; what it returned and the rest of stdout, then stderr."""
     with subprocess.Popen(
-        command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(1)
-        assert first
-        for _ in range(times):
-            process.send_signal(signal.SIGINT)
+        seen = ready(process)
+        process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=WAIT_S)
-        return process.returncode, first + out, err
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    return seen + out, err
 
 
 def test_ctrl_c_ends_the_generation_and_keeps_what_was_made(chat_model):
-    code, out, err = interrupted(chat_model, "-p", "Hello", "--temp", "0")
-    assert code == 130
+    def text_has_come(process):
+        return process.stdout.read(1)
+
+    out, err = interrupted(command(chat_model, "-p", "Hello", "--temp", "0"), text_has_come)
+    assert out
     assert out.isprintable()
-    assert "Traceback" not in err
     assert re.search(r"^decode +\d+ tokens", err, re.MULTILINE)
 
 
 def test_ctrl_c_with_json_still_prints_the_object(chat_model):
-    argv = command(chat_model, "-p", "Hello", "--temp", "0", "--json", "-v")
-    with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("info: generating"):
-                break
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130
+    def generating(process):
+        assert any(line.startswith("info: generating from") for line in process.stderr)
+        return ""
+
+    out, _ = interrupted(
+        command(chat_model, "-p", "Hello", "--temp", "0", "--json", "-st", "-v"), generating
+    )
     got = json.loads(out)
     assert got["finish_reason"] == "cancelled"
     assert len(got["text"]) == len(got["ids"])
-    assert "Traceback" not in err
+
+
+# Nothing here listens to the first interrupt, as when the devices are busy with a long step.
+BUSY = """
+import signal
+from gguf_pp.cli.generate import interruptible
+class Busy:
+    def interrupt(self):
+        print("asked", flush=True)
+with interruptible(Busy()):
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+def test_a_second_ctrl_c_ends_the_program_at_once():
+    def asked(process):
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        return process.stdout.readline()
+
+    assert interrupted([sys.executable, "-c", BUSY], asked) == ("asked\n", "")
+
+
+# The first terminal that a new session opens is the one whose Ctrl-C it gets.
+TAKE_TERMINAL = """
+import os, sys
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Terminal:
@@ -240,13 +263,12 @@ class Terminal:
         termios.tcsetattr(slave, termios.TCSANOW, attributes)
         environ = {**os.environ, "TERM": "dumb", "COLUMNS": "120"}
         self._process = subprocess.Popen(
-            argv,
+            [sys.executable, "-c", TAKE_TERMINAL, *argv],
             stdin=slave,
             stdout=slave,
             stderr=slave,
             env=environ,
             start_new_session=True,
-            preexec_fn=_take_terminal,
         )
         os.close(slave)
         self.seen = ""
@@ -260,6 +282,11 @@ class Terminal:
                 raise AssertionError(f"ended after {self.seen!r}")
         before, _, self.seen = self.seen.partition(text)
         return before + text
+
+    def wait_for_text(self) -> None:
+        """Read until anything is seen."""
+        while not self.seen:
+            assert self._read()
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -282,10 +309,6 @@ class Terminal:
         return bool(raw)
 
 
-def _take_terminal() -> None:
-    os.close(os.open(os.ttyname(0), os.O_RDWR))  # a session's first terminal becomes its own
-
-
 def test_in_a_terminal_a_model_with_a_template_chats(chat_model):
     terminal = Terminal(command(chat_model, "-n", "4", *GREEDY))
     terminal.wait_for("\n> ")
@@ -304,13 +327,11 @@ def test_ctrl_c_in_a_chat_ends_the_answer_then_the_program(chat_model):
     terminal = Terminal(command(chat_model, "--temp", "0"))
     terminal.wait_for("\n> ")
     terminal.type("one\n")
-    while len(terminal.seen) < 3:
-        terminal._read()
+    terminal.wait_for_text()
     terminal.type("\x03")
     terminal.wait_for("\n> ")
     terminal.type("two\n")
-    while len(terminal.seen) < 3:
-        terminal._read()
+    terminal.wait_for_text()
     terminal.type("\x03")
     terminal.wait_for("\n> ")
     terminal.type("\x03")

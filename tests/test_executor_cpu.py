@@ -86,10 +86,10 @@ def executor(n_stages, n_copies, *, seed=0, pipelined=True, meet=None):
     with contextlib.ExitStack() as stack:
         stages = []
         for i, cores in enumerate(shares):
-            backend = CpuBackend(f"cpu:{i}", cores, 1, budget, Trace())
+            backend = CpuBackend(f"cpu:{i}", cores, 1, budget)
             stack.callback(backend.close)
             stages.append(ToyStage(backend, i, n_stages, n_copies, seed, meet))
-        yield Executor(stages, pipelined=pipelined)
+        yield Executor(stages, Trace(), pipelined=pipelined)
 
 
 def run_all(executor, n_ubatches):

@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -19,7 +18,6 @@ from pathlib import Path
 import torch
 
 from gguf_pp.backend.base import Buffer, Event, Memory, OutOfMemory
-from gguf_pp.backend.trace import Trace
 
 
 class CpuBuffer:
@@ -66,9 +64,8 @@ class CpuStream:
     the host hears of it where it waits, instead of waiting forever.
     """
 
-    def __init__(self, name: str, cores: frozenset[int], n_threads: int, trace: Trace) -> None:
+    def __init__(self, name: str, cores: frozenset[int], n_threads: int) -> None:
         self.name = name
-        self._trace = trace
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
@@ -90,13 +87,7 @@ class CpuStream:
 
     def copy(self, dst: Buffer, src: Buffer, n_rows: int) -> None:
         """Queue a copy of the first `n_rows` rows."""
-
-        def move() -> None:
-            start = time.perf_counter()
-            dst.tensor[:n_rows].copy_(src.tensor[:n_rows])
-            self._trace.add(self.name, "copy", start, time.perf_counter(), n_rows)
-
-        self.run(move)
+        self.run(lambda: _copy_rows(dst, src, n_rows))
 
     def run(self, work: Callable[[], None]) -> None:
         """Queue `work`."""
@@ -127,6 +118,10 @@ class CpuStream:
                 self._failure = exc
 
 
+def _copy_rows(dst: Buffer, src: Buffer, n_rows: int) -> None:
+    dst.tensor[:n_rows].copy_(src.tensor[:n_rows])
+
+
 class Budget:
     """Bytes of RAM that the devices of one process may take together."""
 
@@ -154,14 +149,11 @@ class Budget:
 class CpuBackend:
     """One CPU device: `name` as the user wrote it, the cores it owns, threads for its compute."""
 
-    def __init__(
-        self, name: str, cores: frozenset[int], n_threads: int, budget: Budget, trace: Trace
-    ) -> None:
+    def __init__(self, name: str, cores: frozenset[int], n_threads: int, budget: Budget) -> None:
         self.name = name
         self.cores = cores
         self.n_threads = n_threads
         self.relative_speed = float(min(n_threads, len(cores)))
-        self.trace = trace
         self._budget = budget
         self._streams: list[CpuStream] = []
 
@@ -182,7 +174,7 @@ class CpuBackend:
     def stream(self, name: str, *, compute: bool = False) -> CpuStream:
         """Make a stream: a thread on this device's cores."""
         n_threads = self.n_threads if compute else 1
-        stream = CpuStream(f"{self.name} {name}", self.cores, n_threads, self.trace)
+        stream = CpuStream(f"{self.name} {name}", self.cores, n_threads)
         self._streams.append(stream)
         return stream
 

@@ -62,6 +62,10 @@ class World:
         """Virtual time at which the last stream finished."""
         return max((s.now_s for s in self.streams), default=0.0)
 
+    def now(self) -> float:
+        """Virtual time of the running work, or of the host."""
+        return self.host_s if self.current is None else self.current.now_s
+
     def spend(self, seconds: float) -> None:
         """Let the running work take `seconds`."""
         assert self.current is not None

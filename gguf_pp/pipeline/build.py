@@ -144,7 +144,7 @@ class Pipeline:
         self.model = arch.build(file.metadata)
         self.n_vocab = 0
         self._refuse_long_context()
-        self._backends = open_devices(config.devices, config.memory_bytes, self.trace)
+        self._backends = open_devices(config.devices, config.memory_bytes)
         try:
             self._load(file, progress)
         except BaseException:
@@ -168,7 +168,7 @@ class Pipeline:
         layers = place(config, sizes, cell * MIN_CTX_SIZE * config.n_slots, self._backends)
         n_ctx = config.ctx_size or fitting_context(config, model, sizes, layers, self._backends)
         self.stages = [
-            LayerStage(i, backend, partial(self._ops, backend), model, mine, self.trace)
+            LayerStage(i, backend, partial(self._ops, backend), model, mine)
             for i, (backend, mine) in enumerate(zip(self._backends, layers, strict=True))
         ]
         self._load_weights(file, sizes, n_ctx, progress)
@@ -177,7 +177,7 @@ class Pipeline:
             rungs(asked, ctx_fixed=config.ctx_size is not None), self._allocate, self._release
         )
         self.reason = self._why_not_pipelined()
-        self.executor = Executor(self.stages, pipelined=not self.reason)
+        self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
         if self.reason:
             log.info("pipeline parallelism off: %s", self.reason)
         else:

@@ -1,12 +1,14 @@
 """Walk the plan: queue every copy and every computation, and wait for nothing but results."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
 
 from gguf_pp.backend.base import Backend, Event, Stream
+from gguf_pp.backend.trace import Kind, Trace
 from gguf_pp.batch import UBatch
 from gguf_pp.pipeline.plan import Step, plan_steps
 from gguf_pp.pipeline.ring import Copy, Ring
@@ -54,8 +56,9 @@ class Executor:
     Not pipelined, the host waits after every stage and devices take turns.
     """
 
-    def __init__(self, stages: Sequence[Stage], *, pipelined: bool) -> None:
+    def __init__(self, stages: Sequence[Stage], trace: Trace, *, pipelined: bool) -> None:
         self.stages = stages
+        self.trace = trace
         self.pipelined = pipelined
         self.n_copies = len(stages[0].ring.copies)
         self.n_submitted = 0
@@ -65,26 +68,33 @@ class Executor:
         last = self.stages[-1]
         # An event of its own: `done` of the copy is recorded again by later ubatches.
         ticket = Ticket(ubatch, last.backend.event())
+        host = self.trace.open("host", -1, self.n_submitted, 0, ubatch.n_rows)
+        if host is not None:
+            self.trace.start(host)
         for step in plan_steps(len(self.stages), 1, self.n_copies, first=self.n_submitted):
             if step.i_stage > 0:
-                self._ship(step.i_stage - 1, step.i_copy, ubatch.n_rows)
+                self._ship(step, ubatch.n_rows)
             self._run(step, ticket, take)
             if not self.pipelined:
                 self.stages[step.i_stage].ring.copies[step.i_copy].done.synchronize()
         last.compute.record(ticket.done)
         self.n_submitted += 1
+        if host is not None:
+            self.trace.end(host)
         return ticket
 
-    def _ship(self, i_stage: int, i_copy: int, n_rows: int) -> None:
-        """Queue the way of an output to the next stage's input; waits as in ring.py."""
-        stage, source = self.stages[i_stage], self.stages[i_stage].ring.copies[i_copy]
-        target = self.stages[i_stage + 1].ring.copies[i_copy]
+    def _ship(self, step: Step, n_rows: int) -> None:
+        """Queue the way of the stage before's output to this step's input; waits as in ring.py."""
+        i_from = step.i_stage - 1
+        stage, source = self.stages[i_from], self.stages[i_from].ring.copies[step.i_copy]
+        target = self.stages[step.i_stage].ring.copies[step.i_copy]
         assert stage.transfer is not None
         assert source.out is not None
         assert target.inp is not None
         stage.transfer.wait(source.done)
         stage.transfer.wait(target.free)
-        stage.transfer.copy(target.inp, source.out, n_rows)
+        with self._recorded(stage.transfer, "transfer", step._replace(i_stage=i_from), n_rows):
+            stage.transfer.copy(target.inp, source.out, n_rows)
         stage.transfer.record(target.filled)
 
     def _run(self, step: Step, ticket: Ticket, take: Take) -> None:
@@ -94,11 +104,22 @@ class Executor:
         stage.compute.wait(copy.filled)
         if step.i_stage + 1 < len(self.stages):
             stage.compute.wait(self.stages[step.i_stage + 1].ring.copies[step.i_copy].filled)
-        stage.compute.run(functools.partial(_guarded, ticket, stage.load, copy))
-        stage.compute.record(copy.free)
-        forward = functools.partial(stage.forward, take=take)
-        stage.compute.run(functools.partial(_guarded, ticket, forward, copy))
+        with self._recorded(stage.compute, "compute", step, ticket.ubatch.n_rows):
+            stage.compute.run(functools.partial(_guarded, ticket, stage.load, copy))
+            stage.compute.record(copy.free)
+            forward = functools.partial(stage.forward, take=take)
+            stage.compute.run(functools.partial(_guarded, ticket, forward, copy))
         stage.compute.record(copy.done)
+
+    @contextmanager
+    def _recorded(self, stream: Stream, kind: Kind, step: Step, n_rows: int) -> Iterator[None]:
+        """Let the trace know when what is queued inside the block begins and ends."""
+        piece = self.trace.open(kind, step.i_stage, step.i_ubatch, step.i_copy, n_rows)
+        if piece is not None:
+            stream.run(functools.partial(self.trace.start, piece))
+        yield
+        if piece is not None:
+            stream.run(functools.partial(self.trace.end, piece))
 
 
 def _guarded(ticket: Ticket, work: Callable[[Copy, UBatch], None], copy: Copy) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Backend, Stream
-from gguf_pp.backend.trace import Trace
 from gguf_pp.batch import UBatch
 from gguf_pp.gguf import ModelFile
 from gguf_pp.ops.base import LayerKV, Ops
@@ -37,7 +36,6 @@ class LayerStage:
         make_ops: Callable[[], Ops],
         model: Model,
         layers: range,
-        trace: Trace,
     ) -> None:
         self.backend = backend
         self.layers = layers
@@ -56,7 +54,6 @@ class LayerStage:
         self.recent: deque[tuple[int, int, float]] = deque(maxlen=64)
         self._i_stage = i_stage
         self._model = model
-        self._trace = trace
         self._embedding: Any = None
         self._weights: list[Any] = []
         self._head: Any = None
@@ -135,7 +132,6 @@ class LayerStage:
             self._emit(x, ubatch, take)
         end = time.perf_counter()
         self.recent.append((ubatch.n_rows, len(ubatch.outputs), end - start))
-        self._trace.add(self.compute.name, "compute", start, end, ubatch.n_rows)
 
     def _emit(self, x: Tensor, ubatch: UBatch, take: Take) -> None:
         """Logits of the rows that want them, a few at a time, to `take`."""
