@@ -35,7 +35,9 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
         group = groups.get(parameter.name)
         flags += inspect.signature(group).parameters.values() if group else [parameter]
     flags = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
-    flat.__doc__ = command.__doc__
+    # Lines are broken by the terminal's width, not by ours.
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    flat.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
     flat.__annotations__ = {flag.name: flag.annotation for flag in flags}
     flat.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     return flat

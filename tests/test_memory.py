@@ -274,18 +274,19 @@ def test_a_failed_attempt_is_dead_when_it_is_released_without_help_of_the_collec
 
 
 def test_what_an_attempt_tied_into_a_knot_is_collected_before_the_next():
-    born = []
+    born, kept = [], []
 
     def attempt(rung):
         assert all(ref() is None for ref in born)
         knot = Tensors()
         knot.itself = knot
         born.append(weakref.ref(knot))
+        kept.append(knot)
         if len(born) == 1:
             raise OutOfMemory("dev", "scratch", 2, 1)
         return rung
 
-    assert climb_down(LADDER[:2], attempt, lambda: None)[0] == LADDER[1]
+    assert climb_down(LADDER[:2], attempt, kept.clear)[0] == LADDER[1]
 
 
 LOOKALIKES = [
