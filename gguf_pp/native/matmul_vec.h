@@ -63,7 +63,11 @@ INLINE i32x8 pair_sums(i16x16 v) { return ((i32x8)v << 16 >> 16) + ((i32x8)v >> 
 #if defined(VEC_AVX2) || defined(VEC_VNNI)
 
 enum { TILE_ROWS = DOT_ROWS };
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
 #define UNROLL _Pragma("GCC unroll 8")
+#endif
 
 INLINE f32x8 fma_f32(f32x8 a, f32x8 b, f32x8 c) { return _mm256_fmadd_ps(a, b, c); }
 
