@@ -75,11 +75,11 @@ def interruptible(generation: "Generation") -> Iterator[None]:
 
 
 def _end_line(text: str, end: str) -> None:
-    """Finish the line where a person sees it; a file gets the text as it is, and `end`."""
+    """Finish the line that a person sees; a file gets the text as it is, and `end`."""
     if text.endswith("\n"):
         return
     if end or sys.stdout.isatty():
         sys.stdout.write("\n")
         sys.stdout.flush()
-    elif sys.stderr.isatty():
+    else:
         sys.stderr.write("\n")

@@ -1,6 +1,5 @@
 """What crosses a stage at once: tokens, where they stand, and which rows want logits."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,29 +31,3 @@ class UBatch:
     def n_rows(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
-
-
-def cut(n_tokens: int, ubatch_size: int) -> Iterator[range]:
-    """Cut `n_tokens` into ranges of at most `ubatch_size`, in order, none empty."""
-    for first in range(0, n_tokens, ubatch_size):
-        yield range(first, min(first + ubatch_size, n_tokens))
-
-
-def prompt_ubatches(
-    slot: int, start: int, tokens: Sequence[int], ubatch_size: int, outputs: str = "last"
-) -> Iterator[UBatch]:
-    """Cut one sequence's `tokens`, which begin at position `start`, into ubatches.
-
-    `outputs` says which rows want logits: "last", "all" or "none".
-    """
-    for part in cut(len(tokens), ubatch_size):
-        rows: Sequence[int] = ()
-        if outputs == "all":
-            rows = range(len(part))
-        elif outputs == "last" and part.stop == len(tokens):
-            rows = (len(part) - 1,)
-        yield UBatch(
-            tokens=tuple(tokens[part.start : part.stop]),
-            spans=(Span(slot, start + part.start, len(part)),),
-            outputs=tuple(rows),
-        )

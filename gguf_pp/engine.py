@@ -24,6 +24,7 @@ from gguf_pp.errors import RequestError
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.executor import Take, Ticket
 from gguf_pp.pipeline.groups import auto_ubatch_size, choose_groups, fit_stage_time
+from gguf_pp.pipeline.stage import LayerStage
 from gguf_pp.sampling import Sampler, SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -40,7 +41,8 @@ class Request:
         [0, n_queued)         in the KV cache once their ubatches are through
         [n_queued, n_prompt)  of the prompt, still to be queued
         the last one          sampled, and queued next
-    The request ends when it has `limit` tokens, prompt included.
+    The request ends when it has `limit` tokens, prompt included. `turn` is the number of its last
+    ubatch.
     """
 
     prompt: tuple[int, ...]
@@ -51,6 +53,7 @@ class Request:
     n_queued: int = 0
     n_cached: int = 0
     n_in_flight: int = 0
+    turn: int = 0
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     added_s: float = 0.0
@@ -206,6 +209,7 @@ class Engine:
         if ready and sum(f.decodes for f in self._flights) < self._groups(len(decoding)):
             size = -(-len(decoding) // self.n_groups)
             limit = min(size, self.pipeline.rung.ubatch_size)
+            ready.sort(key=lambda r: r.turn)  # whoever has waited longest
             return self._submit([(r, 1) for r in ready[:limit]], decodes=True)
         if len(self._flights) >= n_stages + self.pipeline.rung.n_copies:
             return None
@@ -218,11 +222,7 @@ class Engine:
         if not self.pipeline.executor.pipelined:
             self.n_groups = 1
         elif self._n_decodes % REGROUP_STEPS == 0 or self.n_groups > n_decoding:
-            fits = [
-                fit
-                for stage in self.pipeline.stages
-                if (fit := fit_stage_time((n, s) for n, n_out, s in stage.recent if n == n_out))
-            ]
+            fits = [fit for stage in self.pipeline.stages if (fit := _fit_decode(stage))]
             if len(fits) == n_stages:
                 a, b = max(fits, key=lambda fit: fit[0] + fit[1] * n_decoding)
                 self.n_groups = choose_groups(n_decoding, n_stages, a, b, self._host_s)
@@ -265,6 +265,7 @@ class Engine:
             tokens += request.tokens[request.n_queued : request.n_queued + n]
             request.n_queued += n
             request.n_in_flight += 1
+            request.turn = self.pipeline.executor.n_submitted
             if request.n_queued == len(request.tokens):
                 outputs.append(len(tokens) - 1)
                 emitting.append(request)
@@ -323,6 +324,12 @@ class Engine:
             [] if request.error is not None else request.tokens[: request.n_queued]
         )
         self._free_slots.add(request.slot)
+
+
+def _fit_decode(stage: LayerStage) -> tuple[float, float] | None:
+    """Seconds = a + b rows of a stage's recent ubatches in which every row decoded."""
+    recent = tuple(stage.recent)  # at once: the stage's own thread appends
+    return fit_stage_time((n, seconds) for n, n_out, seconds in recent if n == n_out)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -205,3 +205,11 @@ def test_two_devices_keep_two_groups_in_flight(make_engine):
         in_flight.append(sum(flight.decodes for flight in engine._flights))
     assert max(n_groups) >= 2
     assert max(in_flight) >= 1  # beside the one that step has just waited for
+
+
+def test_every_sequence_gets_its_turn_when_ubatches_are_smaller_than_groups(make_engine):
+    engine = make_engine(parallel=8, ubatch_size=2)
+    requests = [engine.add([3 + i, 4, 5], GREEDY, 100) for i in range(8)]
+    while min(len(request.generated) for request in requests) < 20:
+        engine.step()
+    assert max(len(request.generated) for request in requests) < 40

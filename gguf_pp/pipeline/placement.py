@@ -1,0 +1,191 @@
+"""Which layers go to which device, and what that takes: one arithmetic to plan and to load."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gguf_pp.arch import Model
+from gguf_pp.backend.base import Memory
+from gguf_pp.config import RuntimeConfig
+from gguf_pp.gguf import ModelFile
+from gguf_pp.pipeline import split
+from gguf_pp.pipeline.load import SizeLoader
+from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung
+from gguf_pp.pipeline.stage import kv_bytes, scratch_bytes
+
+MARGIN = 0.05
+"""Share of the free memory that a context chosen by us leaves alone."""
+
+
+class Device(Protocol):
+    """What placing asks of a device: a Backend has it, and so has a device that is only planned."""
+
+    @property
+    def relative_speed(self) -> float:
+        """As in Backend."""
+        ...
+
+    def memory(self) -> Memory:
+        """Total and free bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a model's weights, as they lie in the file."""
+
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+    tied: bool
+    names: frozenset[str]
+
+    def of(self, layers: range) -> int:
+        """Bytes of one stage. A stage with both ends holds a tied table once."""
+        first, last = layers.start == 0, layers.stop == len(self.layers)
+        total = sum(self.layers[i] for i in layers)
+        total += self.embedding * first + self.head * last
+        return total - self.embedding * (first and last and self.tied)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that one stage takes; `copies` are all its rotating inputs and outputs."""
+
+    weights: int
+    kv: int
+    copies: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv + self.copies + self.scratch
+
+
+def measure(file: ModelFile, model: Model, n_ctx: int) -> Sizes:
+    """Add up sizes; on the way every tensor is checked. Raises FormatError."""
+
+    def size(load: Callable[[SizeLoader], object]) -> SizeLoader:
+        loader = SizeLoader(file, n_ctx)
+        load(loader)
+        return loader
+
+    embedding = size(model.load_embedding)
+    head = size(model.load_head)
+    # Tables shared by all layers are small and are counted with each.
+    layers = [
+        size(lambda load, i=i: model.load_layer(load, i))  # type: ignore[misc]
+        for i in range(model.hp.n_layers)
+    ]
+    names = embedding.names.union(head.names, *(layer.names for layer in layers))
+    return Sizes(
+        embedding=embedding.n_bytes,
+        layers=tuple(layer.n_bytes for layer in layers),
+        head=head.n_bytes,
+        tied="token_embd.weight" in head.names,
+        names=frozenset(names),
+    )
+
+
+def need_of(config: RuntimeConfig, model: Model, sizes: Sizes, layers: range, rung: Rung) -> Need:
+    """What the stage with `layers` takes at `rung`."""
+    hp = model.hp
+    cell = kv_bytes(hp.n_kv_heads, hp.head_size, config.kv_types)
+    last = layers.stop == hp.n_layers
+    n_buffers = (layers.start > 0) + (not last)
+    return Need(
+        weights=sizes.of(layers),
+        kv=cell * rung.ctx_size * config.n_slots * len(layers),
+        copies=rung.n_copies * n_buffers * rung.ubatch_size * hp.n_embd * 4,
+        scratch=scratch_bytes(model, rung.ubatch_size, last=last),
+    )
+
+
+def by_pool(devices: Sequence[Device], amounts: Iterable[int]) -> dict[str, int]:
+    """Sums over the devices that share a memory."""
+    sums: dict[str, int] = {}
+    for device, amount in zip(devices, amounts, strict=True):
+        pool = device.memory().pool
+        sums[pool] = sums.get(pool, 0) + amount
+    return sums
+
+
+def fits(devices: Sequence[Device], amounts: Iterable[int]) -> bool:
+    """Whether every memory has what is asked of it."""
+    free = {memory.pool: memory.free_bytes for memory in (d.memory() for d in devices)}
+    return all(asked <= free[pool] for pool, asked in by_pool(devices, amounts).items())
+
+
+def place(
+    config: RuntimeConfig, sizes: Sizes, cell_bytes: int, devices: Sequence[Device]
+) -> list[range]:
+    """Layers per device: as `--layers` or `-ts` say, else equal time, else equal memory.
+
+    Equal time is dropped if some device cannot hold its part. `cell_bytes` is the KV of one layer
+    at the least context.
+    """
+    n_layers = len(sizes.layers)
+    if config.layers is not None:
+        return split.split_exact(n_layers, config.layers, len(config.devices))
+    if config.shares is not None:
+        return split.split_by_shares(n_layers, config.shares)
+    by_time = place_by_time(sizes, devices)
+    if fits(devices, (sizes.of(mine) + cell_bytes * len(mine) for mine in by_time)):
+        return by_time
+    return place_by_memory(sizes, cell_bytes, devices)
+
+
+def place_by_time(sizes: Sizes, devices: Sequence[Device]) -> list[range]:
+    """Equal time, if a layer takes as long as it has bytes and a device is as fast as it says."""
+    return split.split_evenly(sizes.layers, [device.relative_speed for device in devices])
+
+
+def place_by_memory(sizes: Sizes, cell_bytes: int, devices: Sequence[Device]) -> list[range]:
+    """Memories filled to equal shares, both ends of the model and `cell_bytes` a layer counted."""
+    layer_bytes = [size + cell_bytes for size in sizes.layers]
+    room = [device.memory().free_bytes for device in devices]
+    return split.split_evenly(layer_bytes, room, sizes.embedding, sizes.head)
+
+
+def fitting_context(
+    config: RuntimeConfig,
+    model: Model,
+    sizes: Sizes,
+    layers: Sequence[range],
+    devices: Sequence[Device],
+) -> int:
+    """The largest context, up to the model's own, whose KV cache fits beside everything else."""
+    rung = Rung(config.n_copies, config.max_ubatch_size, 0)
+    cells = spare_cells(config, model, sizes, layers, devices, rung)
+    if cells >= model.hp.n_ctx_train:
+        return model.hp.n_ctx_train
+    return max(MIN_CTX_SIZE, cells // 256 * 256)
+
+
+def spare_cells(
+    config: RuntimeConfig,
+    model: Model,
+    sizes: Sizes,
+    layers: Sequence[range],
+    devices: Sequence[Device],
+    rung: Rung,
+) -> int:
+    """KV cells per slot for which `rung` leaves room, a margin kept; below 0 if not even none."""
+    bare = Rung(rung.n_copies, rung.ubatch_size, 0)
+    fixed = by_pool(devices, (need_of(config, model, sizes, r, bare).total for r in layers))
+    one = Rung(rung.n_copies, rung.ubatch_size, 1)
+    cell = by_pool(devices, (need_of(config, model, sizes, r, one).kv for r in layers))
+    free = {memory.pool: memory.free_bytes for memory in (d.memory() for d in devices)}
+    return min((int(free[pool] * (1 - MARGIN)) - fixed[pool]) // cell[pool] for pool in free)
+
+
+def why_not_pipelined(config: RuntimeConfig, n_stages: int, n_copies: int) -> str:
+    """The condition that keeps stages from overlapping when `n_copies` were had; empty if none."""
+    if n_stages == 1:
+        return "there is one device"
+    if n_copies > 1:
+        return ""
+    if config.n_copies > 1:
+        return "its buffers could not be allocated"
+    return "--n-copies 1"
