@@ -18,6 +18,9 @@ from .flags import flatten
 
 COMMANDS = {
     "run": "Generate text, or chat.",
+    "plan": "Say what a run would do, without loading the model.",
+    "inspect": "Show what is in a GGUF file.",
+    "devices": "List the devices of this machine.",
     "perplexity": "Measure how well a model predicts a text.",
     "pull": "Download a known model, or list those that are known.",
 }

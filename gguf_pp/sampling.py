@@ -13,6 +13,8 @@ from gguf_pp.errors import ConfigError, RequestError
 
 Floats = NDArray[np.float32]
 
+_BLOCK = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -121,13 +123,12 @@ class Sampler:
 
 def _top_k(logits: Floats, k: int) -> NDArray[np.intp]:
     """Indexes of the `k` largest (0: all), largest first, equal ones in index order."""
-    if 0 < k < len(logits):
-        part = np.argpartition(logits, len(logits) - k)[len(logits) - k :]
-        threshold = logits[part].min()
-        # argpartition breaks ties at the edge arbitrarily; take the lowest indexes instead.
-        above = np.flatnonzero(logits > threshold)
-        level = np.flatnonzero(logits == threshold)[: k - len(above)]
-        part = np.concatenate([above, level])
+    n_blocks = len(logits) // _BLOCK
+    if 0 < k <= n_blocks:
+        # k blocks have their largest at or above this, so the k largest are all at or above it.
+        largest = logits[: n_blocks * _BLOCK].reshape(n_blocks, _BLOCK).max(axis=1)
+        ids = np.flatnonzero(logits >= np.partition(largest, n_blocks - k)[n_blocks - k])
     else:
-        part = np.arange(len(logits))
-    return part[np.lexsort((part, -logits[part]))]
+        ids = np.arange(len(logits))
+    best = ids[np.lexsort((ids, -logits[ids]))]
+    return best[:k] if k else best

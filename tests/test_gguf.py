@@ -321,3 +321,12 @@ def test_concatenated_files_are_named(path, first, padding):
 def test_a_missing_architecture_is_named(path):
     with pytest.raises(FormatError, match=r"'general.architecture' is missing"):
         _ = opened(path, gguf([key("k", U16, 1)])).architecture
+
+
+def test_a_forgotten_tensor_reads_the_same_again(tmp_path):
+    path = write_tiny("llama", tmp_path / "llama.gguf")
+    with ModelFile.open(path) as file:
+        for name in file.tensors:
+            before = file.data(name).tobytes()
+            file.forget(name)
+            assert file.data(name).tobytes() == before

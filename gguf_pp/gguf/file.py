@@ -91,6 +91,14 @@ class ModelFile:
         flat = np.frombuffer(self._maps[info.i_shard], np.uint8, info.n_bytes, info.offset)
         return flat.reshape(info.n_rows, -1)
 
+    def forget(self, name: str) -> None:
+        """Let the system take back the memory of a tensor's pages; reading it again is possible."""
+        info = self.tensors[name]
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        n_bytes = (info.offset + info.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if n_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._maps[info.i_shard].madvise(mmap.MADV_DONTNEED, first, n_bytes)
+
     def close(self) -> None:
         """Let go of the files. What views still use stays mapped until they go."""
         self._maps = []

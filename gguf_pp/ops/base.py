@@ -74,12 +74,11 @@ class Ops(Protocol):
     """What a stage's device can do. All activations are float32, contiguous [T, ...]."""
 
     name: str
+    maps_weights: bool
+    """Whether matrices are views of the mapped file rather than copies of it."""
 
     def matrix(self, parts: Sequence[RawTensor]) -> Matrix:
-        """Take quantized tensors [n_i, K] to the device, stacked by rows in the given order.
-
-        The result does not keep `parts` alive unless it is a view of them by design (mmap).
-        """
+        """Take quantized tensors [n_i, K] to the device, stacked by rows in the given order."""
         ...
 
     def vector(self, raw: RawTensor) -> Tensor:

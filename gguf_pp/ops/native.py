@@ -56,12 +56,15 @@ class NativeOps:
     """
 
     name = "native"
+    maps_weights = False
 
     def __init__(self, n_threads: int, *, exact: bool) -> None:
         module = kernels("native")
         assert module is not None
         self._kernels = module
         self._team = start_team(n_threads)
+        # What torch still does for this device is small, and its threads would spin beside ours.
+        torch.set_num_threads(1)
         self._exact = exact
         self._specs: dict[int, tuple[Attention, tuple[object, ...]]] = {}
 

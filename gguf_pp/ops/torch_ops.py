@@ -41,6 +41,7 @@ class TorchOps:
     """Ops on a CPU device through torch."""
 
     name = "torch"
+    maps_weights = True
 
     def __init__(self) -> None:
         self._scratch = torch.empty(SCRATCH_FLOATS)

@@ -1,6 +1,6 @@
 """Tensors from the file to where they are wanted, or only their sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -104,12 +104,21 @@ class DeviceLoader(_Tensors):
         if parts not in self._matrices:
             raws = [self._raw(name, n_rows, n_cols) for name, n_rows in parts]
             self._matrices[parts] = self._ops.matrix(raws)
+            self._forget(parts)
         return self._matrices[parts]
 
     def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> list[Matrix]:
         """One matrix per expert, parts stacked by rows."""
         raws = [self._raw(name, n_experts, n_rows, n_cols) for name, n_rows in parts]
-        return [self._ops.matrix([_expert(raw, i) for raw in raws]) for i in range(n_experts)]
+        matrices = [self._ops.matrix([_expert(raw, i) for raw in raws]) for i in range(n_experts)]
+        self._forget(parts)
+        return matrices
+
+    def _forget(self, parts: Iterable[tuple[str, int]]) -> None:
+        """What was copied need not stay in memory twice."""
+        if not self._ops.maps_weights:
+            for name, _ in parts:
+                self.file.forget(name)
 
     def vector(self, name: str, size: int) -> Tensor:
         """A small tensor as float32."""

@@ -1,0 +1,305 @@
+"""What a run would do, as a value: from the header and the memory of devices, without weights.
+
+Nothing is opened, so a device need not exist: it is a name, a memory and a speed.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gguf_pp import arch, config
+from gguf_pp.arch import Model
+from gguf_pp.backend.base import Memory
+from gguf_pp.backend.cpu import share_cores, system_memory
+from gguf_pp.config import Options, RuntimeConfig
+from gguf_pp.errors import ConfigError
+from gguf_pp.gguf import ModelFile
+from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, rungs
+from gguf_pp.pipeline.placement import (
+    Need,
+    Sizes,
+    by_pool,
+    fits,
+    fitting_context,
+    measure,
+    need_of,
+    place,
+    place_by_memory,
+    place_by_time,
+    spare_cells,
+    why_not_pipelined,
+)
+from gguf_pp.pipeline.stage import kv_bytes
+
+RAM = "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDevice:
+    """A device by name. `runs_here` is false for one that only a plan knows."""
+
+    name: str
+    relative_speed: float
+    room: Memory
+    runs_here: bool
+
+    def memory(self) -> Memory:
+        """Total and free bytes."""
+        return self.room
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """What one device would hold. Embedding and head are parts of its weights; a table that is
+    both is counted in both, and once in the weights."""
+
+    device: PlannedDevice
+    layers: range
+    need: Need
+    embedding_bytes: int
+    head_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A memory and what is planned of it; CPU devices share the pool "ram"."""
+
+    memory: Memory
+    devices: tuple[str, ...]
+    planned_bytes: int
+
+    @property
+    def margin_bytes(self) -> int:
+        """What is left; below 0 it does not fit."""
+        return self.memory.free_bytes - self.planned_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stages, memory and schedule of a run.
+
+    `rung` are the sizes of the run, fewer than `asked` where those do not fit; if `fits` is false
+    they are the least that would be tried. `max_ctx_size` is the largest context of every slot
+    that leaves a margin, 0 if none does. `by_time` and `by_memory` are the two ways to split,
+    None with one device. `alone` are memories that hold the whole model. Boundary bytes cross each
+    edge per ubatch of a prompt, and per ubatch of `decode_rows` sequences in decode.
+    """
+
+    stages: tuple[PlannedStage, ...]
+    pools: tuple[Pool, ...]
+    asked: Rung
+    rung: Rung
+    fits: bool
+    n_slots: int
+    n_ctx_train: int
+    max_ctx_size: int
+    not_pipelined_because: str
+    by_time: tuple[int, ...] | None
+    by_memory: tuple[int, ...] | None
+    alone: tuple[str, ...]
+    row_bytes: int
+    decode_rows: int
+    notes: tuple[str, ...]
+
+
+def resolve(asked: Options) -> tuple[RuntimeConfig, tuple[PlannedDevice, ...]]:
+    """Check the flags as `config.resolve` does, for devices that need not exist.
+
+    `asked.memory` is NAME=SIZE,... with the memory of devices by name, or the SIZE of the RAM. A
+    device that is not here has to have one. Raises ConfigError.
+    """
+    ram_bytes, given = parse_memory(asked.memory)
+    names = _names((",".join(given) or "cpu") if asked.device is None else asked.device)
+    if unknown := [name for name in given if name not in names]:
+        raise ConfigError(
+            f"--memory is given for {unknown[0]!r}, which is not among the devices",
+            hint=f"the devices: {', '.join(names)}",
+        )
+    for name in names:
+        if not _is_cpu(name) and name not in given:
+            raise ConfigError(
+                f"device {name!r} is not one that runs here, and its memory is not known",
+                hint=f"to plan for it, say what it has: --memory {name}=24GiB",
+            )
+    # All other checks are those of the run; they need devices that it knows.
+    stand_ins = ",".join(f"cpu:{i}" for i in range(len(names)))
+    n_gpu_layers = asked.n_gpu_layers if all(map(_is_cpu, names)) else None
+    settled = config.resolve(
+        replace(asked, device=stand_ins, memory=None, n_gpu_layers=n_gpu_layers)
+    )
+    opened = [names[device.index or 0] for device in settled.devices]
+    return settled, _devices(opened, settled, ram_bytes, given)
+
+
+def parse_memory(text: str | None) -> tuple[int | None, dict[str, int]]:
+    """`8GiB`, or `cuda:0=24GiB,cuda:1=12GiB`: the RAM to take, and memories by device."""
+    ram_bytes: int | None = None
+    given: dict[str, int] = {}
+    for part in [] if text is None else text.split(","):
+        name, equals, size = part.strip().rpartition("=")
+        n_bytes = config.parse_bytes("--memory", size)
+        if equals and name in given:
+            raise ConfigError(f"--memory gives {name!r} twice")
+        if equals:
+            given[name] = n_bytes
+        elif ram_bytes is not None:
+            raise ConfigError(
+                f"--memory {text!r} gives two sizes without a name",
+                hint="name the devices: --memory cpu:0=8GiB,cpu:1=4GiB",
+            )
+        else:
+            ram_bytes = n_bytes
+    return ram_bytes, given
+
+
+def _is_cpu(name: str) -> bool:
+    return name.partition(":")[0] == "cpu"
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if cpus := [name for name in names if _is_cpu(name)]:
+        config.parse_devices(",".join(cpus))
+    for name in names:
+        if not _is_cpu(name) and not re.fullmatch(r"cuda:\d{1,4}|tcp://[^\s,=/]+:\d{1,5}", name):
+            raise ConfigError(
+                f"no device {name!r}",
+                hint="a plan knows cpu, cpu:0,cpu:1,..., cuda:0 and tcp://host:port",
+            )
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"device {repeated[0]!r} is named twice")
+    return names
+
+
+def _devices(
+    names: Sequence[str], settled: RuntimeConfig, ram_bytes: int | None, given: dict[str, int]
+) -> tuple[PlannedDevice, ...]:
+    """The speed of a device that is not a CPU is not known: with one, all count as equal."""
+    total, free = system_memory()
+    ram = Memory(RAM, total, free if ram_bytes is None else ram_bytes)
+    shares = share_cores(len(names))
+    same = not all(map(_is_cpu, names))
+    devices = []
+    for name, asked, cores in zip(names, settled.devices, shares, strict=True):
+        speed = 1.0 if same else float(min(asked.threads or len(cores), len(cores)))
+        room = Memory(name, given[name], given[name]) if name in given else ram
+        devices.append(PlannedDevice(name, speed, room, _is_cpu(name)))
+    return tuple(devices)
+
+
+def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedDevice]) -> Plan:
+    """Plan what `Pipeline` does with the same file and settings on such devices.
+
+    Raises FormatError, UnsupportedError, PlacementError if layers cannot be split as asked, and
+    ConfigError; a model that is too large is a plan that does not fit.
+    """
+    file.require_model()
+    model = arch.build(file.metadata)
+    hp = model.hp
+    sizes = measure(file, model, settled.ctx_size or hp.n_ctx_train)
+    cell = kv_bytes(hp.n_kv_heads, hp.head_size, settled.kv_types)
+    least = cell * MIN_CTX_SIZE * settled.n_slots
+    layers = place(settled, sizes, least, devices)
+    n_ctx = settled.ctx_size or fitting_context(settled, model, sizes, layers, devices)
+    asked = Rung(settled.n_copies, settled.max_ubatch_size, n_ctx)
+    rung, fit = _best_rung(settled, model, sizes, layers, devices, asked)
+    needs = [need_of(settled, model, sizes, mine, rung) for mine in layers]
+    several = len(devices) > 1
+    n_groups = min(settled.n_slots, len(devices))
+    return Plan(
+        stages=_stages(sizes, layers, needs, devices),
+        pools=_pools(needs, devices),
+        asked=asked,
+        rung=rung,
+        fits=fit,
+        n_slots=settled.n_slots,
+        n_ctx_train=hp.n_ctx_train,
+        max_ctx_size=_largest_context(settled, model, sizes, layers, devices, rung),
+        not_pipelined_because=why_not_pipelined(settled, len(devices), rung.n_copies),
+        by_time=_counts(place_by_time(sizes, devices)) if several else None,
+        by_memory=_counts(place_by_memory(sizes, least, devices)) if several else None,
+        alone=_alone(settled, model, sizes, devices, rung),
+        row_bytes=hp.n_embd * 4,
+        decode_rows=-(-settled.n_slots // n_groups),
+        notes=_notes(settled, devices),
+    )
+
+
+def _best_rung(
+    settled: RuntimeConfig,
+    model: Model,
+    sizes: Sizes,
+    layers: Sequence[range],
+    devices: Sequence[PlannedDevice],
+    asked: Rung,
+) -> tuple[Rung, bool]:
+    """The first rung of the ladder that fits, or the last one and false."""
+    ladder = rungs(asked, ctx_fixed=settled.ctx_size is not None)
+    for rung in ladder:
+        if fits(devices, (need_of(settled, model, sizes, r, rung).total for r in layers)):
+            return rung, True
+    return ladder[-1], False
+
+
+def _largest_context(
+    settled: RuntimeConfig,
+    model: Model,
+    sizes: Sizes,
+    layers: Sequence[range],
+    devices: Sequence[PlannedDevice],
+    rung: Rung,
+) -> int:
+    cells = spare_cells(settled, model, sizes, layers, devices, rung)
+    return max(0, min(model.hp.n_ctx_train, cells))
+
+
+def _alone(
+    settled: RuntimeConfig,
+    model: Model,
+    sizes: Sizes,
+    devices: Sequence[PlannedDevice],
+    rung: Rung,
+) -> tuple[str, ...]:
+    """Names of what can hold all layers: devices, or "cpu" for the RAM."""
+    whole = need_of(settled, model, sizes, range(model.hp.n_layers), replace(rung, n_copies=1))
+    pools = {device.room.pool: device.room for device in devices}
+    roomy = [pool for pool, room in pools.items() if whole.total <= room.free_bytes]
+    return tuple("cpu" if pool == RAM else pool for pool in roomy)
+
+
+def _stages(
+    sizes: Sizes, layers: Sequence[range], needs: Sequence[Need], devices: Sequence[PlannedDevice]
+) -> tuple[PlannedStage, ...]:
+    n_layers = len(sizes.layers)
+    return tuple(
+        PlannedStage(
+            device=device,
+            layers=mine,
+            need=need,
+            embedding_bytes=sizes.embedding if mine.start == 0 else 0,
+            head_bytes=sizes.head if mine.stop == n_layers else 0,
+        )
+        for device, mine, need in zip(devices, layers, needs, strict=True)
+    )
+
+
+def _pools(needs: Sequence[Need], devices: Sequence[PlannedDevice]) -> tuple[Pool, ...]:
+    planned = by_pool(devices, (need.total for need in needs))
+    rooms = {device.room.pool: device.room for device in devices}
+    return tuple(
+        Pool(rooms[pool], tuple(d.name for d in devices if d.room.pool == pool), n_bytes)
+        for pool, n_bytes in planned.items()
+    )
+
+
+def _counts(layers: Sequence[range]) -> tuple[int, ...]:
+    return tuple(len(mine) for mine in layers)
+
+
+def _notes(settled: RuntimeConfig, devices: Sequence[PlannedDevice]) -> tuple[str, ...]:
+    notes = list(settled.notes)
+    if absent := [device.name for device in devices if not device.runs_here]:
+        notes.append(f"this version runs on CPU devices: {', '.join(absent)} can be planned only")
+        if len(devices) > 1:
+            notes.append("the speed of devices is not known here: the split by time takes it equal")
+    return tuple(notes)
