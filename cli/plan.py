@@ -11,12 +11,12 @@ from gguf_pp.pipeline.plan import bubble, format_plan, plan_steps
 
 from .console import logs, progress, show_warning
 from .flags import EngineFlags
-from .session import mib, print_json
-from .tables import print_table, printable
+from .session import print_json
+from .tables import print_table, printable, size
 
 if TYPE_CHECKING:
     from gguf_pp.gguf import ModelFile
-    from gguf_pp.pipeline.estimate import Plan, PlannedStage
+    from gguf_pp.pipeline.estimate import Plan, PlannedStage, Pool
 
 IN_FLIGHT = (1, 2, 4, 8, 16, 32)
 
@@ -85,23 +85,19 @@ def plan(flags: PlanFlags) -> None:
             _show(file, planned)
     if not planned.fits:
         lacking = [pool for pool in planned.pools if pool.margin_bytes < 0]
-        what = ", ".join(
-            f"{pool.memory.pool} lacks {_size(-pool.margin_bytes)}" for pool in lacking
-        )
-        raise PlacementError(
-            f"the model does not fit: {what}",
-            hint="use a smaller quantization, a smaller context (-c), or more devices",
-        )
+        what = ", ".join(f"{pool.memory.pool} lacks {size(-pool.margin_bytes)}" for pool in lacking)
+        hint = "use a smaller quantization, a smaller context (-c), or more devices"
+        if planned.alone:
+            hint = f"split another way: {' or '.join(planned.alone)} alone can hold it"
+        raise PlacementError(f"the model does not fit: {what}", hint=hint)
 
 
 def _show(file: "ModelFile", planned: "Plan") -> None:
     """Print the plan for people."""
     for note in planned.notes:
         show_warning(note)
-    rung, slots = planned.rung, f"{planned.n_slots} slot{'s' * (planned.n_slots > 1)}"
-    print(
-        f"{printable(file.path.name)}: {printable(file.architecture)}, {_size(_weights(planned))}"
-    )
+    rung, slots = planned.rung, _count(planned.n_slots, "slot")
+    print(f"{printable(file.path.name)}: {printable(file.architecture)}, {size(_weights(planned))}")
     print(f"n_ctx {rung.ctx_size} of {planned.n_ctx_train}, {slots}, ubatch {rung.ubatch_size}")
     if not planned.fits:
         print("\nit does not fit, not even as little as this:")
@@ -140,37 +136,30 @@ def _rung(planned: "Plan") -> str:
 
 
 def _show_stages(planned: "Plan") -> None:
-    n_copies = planned.rung.n_copies
-    titles = ("device", "layers", "weights", "embedding", "head", "KV")
-    titles += (f"copies (x{n_copies})", "scratch", "total", "free", "margin")
+    titles = ["device", "layers", "weights", "embedding", "head", "KV"]
+    titles += [f"copies (x{planned.rung.n_copies})", "scratch", "total", "free", "margin"]
     pools = {name: pool for pool in planned.pools for name in pool.devices}
 
     def row(stage: "PlannedStage") -> list[str]:
         need, pool = stage.need, pools[stage.device.name]
-        mine = (need.weights, stage.embedding_bytes, stage.head_bytes, need.kv, need.copies)
-        mine += (need.scratch, need.total, pool.memory.free_bytes, pool.margin_bytes)
-        return [stage.device.name, _layers(stage.layers), *map(_size, mine)]
+        weights = [need.weights, stage.embedding_bytes, stage.head_bytes]
+        others = [need.kv, need.copies, need.scratch, need.total]
+        left = [pool.memory.free_bytes, pool.margin_bytes]
+        layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+        return [stage.device.name, layers, *map(size, weights + others + left)]
 
-    print_table(titles, [row(stage) for stage in planned.stages])
+    print_table(titles, map(row, planned.stages))
     for pool in planned.pools:
         if len(pool.devices) > 1:
             print(f"{', '.join(pool.devices)} share the RAM: free and margin are of all together")
 
 
 def _show_missing(planned: "Plan") -> None:
-    titles = ("memory", "needed", "free", "missing")
-    print_table(
-        titles,
-        [
-            (
-                pool.memory.pool,
-                _size(pool.planned_bytes),
-                _size(pool.memory.free_bytes),
-                _size(max(0, -pool.margin_bytes)),
-            )
-            for pool in planned.pools
-        ],
-    )
+    def row(pool: "Pool") -> list[str]:
+        figures = (pool.planned_bytes, pool.memory.free_bytes, max(0, -pool.margin_bytes))
+        return [pool.memory.pool, *map(size, figures)]
+
+    print_table(("memory", "needed", "free", "missing"), map(row, planned.pools))
 
 
 def sentences(planned: "Plan") -> list[str]:
@@ -181,8 +170,8 @@ def sentences(planned: "Plan") -> list[str]:
     if len(planned.stages) == 1:
         return lines
     for what, rows in _boundary(planned).items():
-        size = _size(rows * planned.row_bytes)
-        lines.append(f"{what}: {size} cross each boundary per ubatch of {rows} rows")
+        crossing = size(rows * planned.row_bytes)
+        lines.append(f"{what}: {crossing} cross each boundary per ubatch ({_count(rows, 'row')})")
     for how, counts in (("time", planned.by_time), ("memory", planned.by_memory)):
         lines.append(f"split by {how}: --layers {','.join(map(str, counts or ()))}")
     if planned.alone:
@@ -191,6 +180,10 @@ def sentences(planned: "Plan") -> list[str]:
             "throughput, not single-stream decode speed"
         )
     return lines
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _context(planned: "Plan") -> str:
@@ -210,7 +203,7 @@ def _show_bubble(n_stages: int) -> None:
         for m, prompt, idle in _waiting(n_stages)
     ]
     print_table(titles, rows)
-    print("in flight are ubatches of prompts, and streams in decode, at best a group each")
+    print("in flight: ubatches of a prompt, or groups of streams in decode")
 
 
 def _waiting(n_stages: int) -> list[tuple[int, float, float]]:
@@ -279,12 +272,3 @@ def _stage_json(stage: "PlannedStage") -> dict[str, object]:
         "scratch_bytes": stage.need.scratch,
         "total_bytes": stage.need.total,
     }
-
-
-def _layers(layers: range) -> str:
-    return f"{layers.start}-{layers.stop - 1}"
-
-
-def _size(n_bytes: int) -> str:
-    """As `mib`, and exact below a tenth of a MiB."""
-    return f"{n_bytes} B" if 0 < abs(n_bytes) < 105_000 else mib(n_bytes)

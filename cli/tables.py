@@ -24,6 +24,15 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, n_left:
     out.print(table)
 
 
+def size(n_bytes: int) -> str:
+    """Bytes for people, in KiB, MiB or GiB."""
+    if abs(n_bytes) >= 10 << 30:
+        return f"{n_bytes / (1 << 30):.1f} GiB"
+    if abs(n_bytes) >= 1 << 20:
+        return f"{n_bytes / (1 << 20):.1f} MiB"
+    return f"{n_bytes / (1 << 10):.1f} KiB" if n_bytes else "0"
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """Return `text` with whatever could steer a terminal, or hide, written as an escape.
 

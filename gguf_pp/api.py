@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gguf_pp import fetch
+from gguf_pp.backend.trace import Trace
 from gguf_pp.config import Options, resolve
 from gguf_pp.engine import Engine, FinishReason, Request
 from gguf_pp.errors import ConfigError, TemplateError
@@ -222,6 +223,11 @@ class LLM:
     def n_groups(self) -> int:
         """Groups of sequences that the engine last chose to decode at once."""
         return self._engine.n_groups
+
+    @property
+    def trace(self) -> Trace:
+        """What ran when, once its `enabled` is set; read it when nothing is in flight."""
+        return self._pipeline.trace
 
     def devices(self) -> list[DeviceUse]:
         """What each device holds, in pipeline order."""

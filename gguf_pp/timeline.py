@@ -12,7 +12,8 @@ The wait before a ubatch u is cut at the points in time below; what is behind us
        by the host    by the     by the edge    the output's    the device
                    stage before                copy            gets going
 
-since..queued      starved; uneven while a ubatch that was there waited for another stage
+since..queued      starved; uneven while a ubatch that was there waited for another stage, transfer
+                   while one waited for an edge
 queued..computed   what the stage before had itself waited before u, it passes on, with its causes;
                    the rest is uneven: it had no gap, so it is slower
 computed..arrived  transfer
@@ -22,9 +23,9 @@ freed..start       the hand-over between threads: transfer, on the first stage s
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from gguf_pp.backend.trace import Kind, Slice
 from gguf_pp.pipeline.split import split_evenly
@@ -198,9 +199,11 @@ class _View:
         self.begin = min((s.start_s for s in computes), default=0.0)
         self.end = max((s.end_s for s in computes), default=0.0)
         self._at = {(s.kind, s.i_stage, s.i_ubatch): s for s in slices}
+        self._ready = dict(zip(map(id, slices), ready_times(slices), strict=True))
         self._busy = [_union((s.start_s, s.end_s) for s in lane) for lane in self.lanes]
         self._moving = [_union((s.start_s, s.end_s) for s in edge) for edge in self.edges]
-        self._piled_up = _union(self._backlogs())
+        self._piled_up = _union(self._backlogs(self.lanes))
+        self._jammed = _union(self._backlogs(self.edges))
         self._before: list[dict[int, Waiting]] = [{} for _ in range(n_stages)]
         for i_stage, lane in enumerate(self.lanes):
             since = self.begin
@@ -215,13 +218,10 @@ class _View:
         since = max((s.end_s for s in lane), default=self.begin)
         return sum(self._before[i_stage].values(), self._unqueued(since, self.end))
 
-    def _backlogs(self) -> Iterable[Interval]:
-        """When a ubatch that was there waited for another on the same stage."""
-        for i_stage, lane in enumerate(self.lanes):
-            for before, piece in pairwise(lane):
-                moved = self._at.get(("transfer", i_stage - 1, piece.i_ubatch))
-                ready = piece.queued_s if moved is None else max(piece.queued_s, moved.end_s)
-                yield ready, before.end_s
+    def _backlogs(self, lanes: Iterable[Sequence[Slice]]) -> Iterator[Interval]:
+        """When what was ready waited behind another slice of its lane."""
+        for before, piece in chain.from_iterable(map(pairwise, lanes)):
+            yield self._ready[id(piece)], before.end_s
 
     def _explain(self, piece: Slice, since: float, *, first: bool) -> Waiting:
         """The wait of a stage from `since` to the start of `piece`, cut as drawn above."""
@@ -249,7 +249,8 @@ class _View:
 
     def _unqueued(self, start: float, end: float) -> Waiting:
         uneven, others = _cut([(start, end)], self._piled_up)
-        return Waiting(starved=_length(others), uneven=uneven)
+        transfer, others = _cut(others, self._jammed)
+        return Waiting(starved=_length(others), uneven=uneven, transfer=transfer)
 
     def _passed_on(self, i_stage: int, i_ubatch: int, seconds: float) -> Waiting:
         before = self._before[i_stage].get(i_ubatch, Waiting()) if i_stage >= 0 else Waiting()

@@ -71,7 +71,7 @@ def test_torch_differs_between_ubatch_sizes_by_rounding_only(tiny, name):
     whole = logits(tiny[name], "torch")
     for ubatch_size in (1, 7):
         pieces = logits(tiny[name], "torch", ubatch_size=ubatch_size)
-        assert relative_error(pieces, whole) < 1e-4
+        assert relative_error(pieces, whole) < (1e-3 if "gemma" in name else 1e-5)
 
 
 def test_a_missing_tensor_is_named(tmp_path):
