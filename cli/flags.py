@@ -37,10 +37,17 @@ def flatten(command: Callable[..., None]) -> Callable[..., None]:
     flags = [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in flags]
     # Lines are broken by the terminal's width, not by ours.
     paragraphs = (inspect.getdoc(command) or "").split("\n\n")
-    flat.__doc__ = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    flat.__doc__ = "\n\n".join(map(_flowing, paragraphs))
     flat.__annotations__ = {flag.name: flag.annotation for flag in flags}
     flat.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     return flat
+
+
+def _flowing(paragraph: str) -> str:
+    """The paragraph in one line; a list, which begins with a backspace in a line, as it is."""
+    if paragraph.startswith("\b\n"):
+        return paragraph.removeprefix("\b\n")
+    return " ".join(paragraph.split())
 
 
 def number_or_auto(text: str) -> int | None:

@@ -214,8 +214,10 @@ def _show(file: "ModelFile", tokenizer: dict[str, Any], *, whole: bool) -> None:
     infos = list(file.tensors.values())
     _show_summary(file, infos)
     print("\nmetadata")
-    rows = [(printable(key), _text(value, whole=whole)) for key, value in file.metadata.items()]
-    print_table(("key", "value"), rows, n_left=2)
+    keys = {key: printable(key) for key in file.metadata}
+    width = max(map(len, keys.values()), default=0)
+    for key, value in file.metadata.items():
+        print(f"{keys[key]:{width}}  {_text(value, whole=whole)}")
     if infos:
         print("\ntensors")
         print_table(("tensor", "type", "shape", "size"), tensor_rows(infos, whole=whole), n_left=3)

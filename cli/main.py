@@ -18,6 +18,9 @@ from .flags import flatten
 
 COMMANDS = {
     "run": "Generate text, or chat.",
+    "bench": "Measure how fast a model runs, over lists of settings.",
+    "timeline": "Say what a recorded run waited for.",
+    "tune": "Find the split that is fastest on these devices.",
     "plan": "Say what a run would do, without loading the model.",
     "inspect": "Show what is in a GGUF file.",
     "devices": "List the devices of this machine.",

@@ -4,9 +4,9 @@ Measuring itself is in measure.py; nothing here loads torch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Annotated, Literal, get_type_hints
 
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.timeline import Waiting, advice
@@ -111,47 +111,51 @@ def _plain(config: RuntimeConfig) -> RuntimeConfig:
     return replace(config, notes=(), n_slots=1)
 
 
-def _key(text: str) -> Any:
-    return field(metadata={"doc": text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What one case gave. `keys()` explains each field; they are also the keys of the output."""
 
-    test: str = _key("pp512: prompts of 512 tokens; tg64: 64 tokens made; @ 16: streams; d9: depth")
-    model: str = _key("file name")
-    size: int = _key("bytes of all tensors")
-    params: int = _key("number of weights")
-    quantization: str = _key("file type, such as Q4_1")
-    devices: tuple[str, ...] = _key("names in pipeline order; the lists below have this order")
-    layers_per_device: tuple[int, ...] = _key("numbers of layers")
-    threads: tuple[int, ...] = _key("threads that compute on each device")
-    kernels: tuple[str, ...] = _key("what computes on each device")
-    n_copies: int = _key("rotating input buffers per device; 1 is serial")
-    pipeline: bool = _key("whether devices work at the same time")
-    pipeline_reason: str | None = _key("why not, or null")
-    groups_in_flight: int | None = _key("groups that streams decode in; null for prompts")
-    ubatch_size: int = _key("tokens that cross a device at once, at most; auto: as many as did")
-    n_prompt: int = _key("prompt tokens per stream that are timed, or 0")
-    n_gen: int = _key("tokens made per stream that are timed, or 0")
-    parallel: int = _key("streams")
-    depth: int = _key("tokens of each stream that are in the cache before")
-    tokens_per_s: float = _key("median over the repetitions, of all streams together")
-    tokens_per_s_sd: float = _key("their standard deviation")
-    speedup: float | None = _key("against n_copies 1 on the same devices")
-    speedup_one_device: float | None = _key("against the first device alone (--baseline), or null")
-    busy_share: tuple[float, ...] = _key("share of the time in which each device computed")
-    bubble_share: float = _key("share of device time without work: 1 - sum(busy) / (P span)")
-    bubble_predicted: float = _key(
-        "(P-1)/(M+P-1) for M ubatches; 1 - G/P where only G < P are in flight"
-    )
-    waiting_starved: float | None = _key("share of waiting with nothing to run; null if none")
-    waiting_uneven: float | None = _key("share of waiting for a slower stage")
-    waiting_transfer: float | None = _key("share of waiting for a transfer")
-    bytes_per_edge: tuple[int, ...] = _key("bytes sent from each device to the next, in one run")
-    peak_memory: tuple[int, ...] = _key("bytes held on each device, for the largest case loaded")
-    versions: dict[str, str] = _key("of gguf_pp, python and torch")
+    test: Annotated[
+        str, "pp512: prompts of 512 tokens; tg64: 64 tokens made; @ 16: streams; d9: depth"
+    ]
+    model: Annotated[str, "file name"]
+    size: Annotated[int, "bytes of all tensors"]
+    params: Annotated[int, "number of weights"]
+    quantization: Annotated[str, "file type, such as Q4_1"]
+    devices: Annotated[tuple[str, ...], "names in pipeline order; the lists below have this order"]
+    layers_per_device: Annotated[tuple[int, ...], "numbers of layers"]
+    threads: Annotated[tuple[int, ...], "threads that compute on each device"]
+    kernels: Annotated[tuple[str, ...], "what computes on each device"]
+    n_copies: Annotated[int, "rotating input buffers per device; 1 is serial"]
+    pipeline: Annotated[bool, "whether devices work at the same time"]
+    pipeline_reason: Annotated[str | None, "why not, or null"]
+    groups_in_flight: Annotated[int | None, "groups that streams decode in; null for prompts"]
+    ubatch_size: Annotated[int, "tokens that cross a device at once, at most; auto: as many as did"]
+    n_prompt: Annotated[int, "prompt tokens per stream that are timed, or 0"]
+    n_gen: Annotated[int, "tokens made per stream that are timed, or 0"]
+    parallel: Annotated[int, "streams"]
+    depth: Annotated[int, "tokens of each stream that are in the cache before"]
+    tokens_per_s: Annotated[float, "median over the repetitions, of all streams together"]
+    tokens_per_s_sd: Annotated[float, "their standard deviation"]
+    speedup: Annotated[float | None, "against n_copies 1 on the same devices"]
+    speedup_one_device: Annotated[
+        float | None, "against the first device alone (--baseline), or null"
+    ]
+    busy_share: Annotated[tuple[float, ...], "share of the time in which each device computed"]
+    bubble_share: Annotated[float, "share of device time without work: 1 - sum(busy) / (P span)"]
+    bubble_predicted: Annotated[
+        float, "(P-1)/(M+P-1) for M ubatches; 1 - G/P where only G < P are in flight"
+    ]
+    waiting_starved: Annotated[float | None, "share of waiting with nothing to run; null if none"]
+    waiting_uneven: Annotated[float | None, "share of waiting for a slower stage"]
+    waiting_transfer: Annotated[float | None, "share of waiting for a transfer"]
+    bytes_per_edge: Annotated[
+        tuple[int, ...], "bytes sent from each device to the next, in one run"
+    ]
+    peak_memory: Annotated[
+        tuple[int, ...], "bytes held on each device, for the largest case loaded"
+    ]
+    versions: Annotated[dict[str, str], "of gguf_pp, python and torch"]
 
     def as_dict(self) -> dict[str, object]:
         """Values by key, in order."""
@@ -167,8 +171,8 @@ class Row:
 
 def keys() -> dict[str, str]:
     """What each key of a row is."""
-    row_fields: Sequence[Field[Any]] = fields(Row)
-    return {f.name: f.metadata["doc"] for f in row_fields}
+    hints = get_type_hints(Row, include_extras=True)
+    return {f.name: hints[f.name].__metadata__[0] for f in fields(Row)}
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:

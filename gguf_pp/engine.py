@@ -253,7 +253,9 @@ class Engine:
         limit = self.pipeline.rung.ubatch_size
         if self.pipeline.config.ubatch_size is not None or not self.pipeline.executor.pipelined:
             return limit
-        return auto_ubatch_size(n_tokens, len(self.pipeline.stages), limit)
+        stages = self.pipeline.stages
+        overhead = max(stage.ops.overhead_rows for stage in stages)
+        return auto_ubatch_size(n_tokens, len(stages), overhead, limit)
 
     def _submit(self, parts: Sequence[tuple[Request, int]], *, decodes: bool) -> _Flight:
         tokens: list[int] = []

@@ -267,8 +267,5 @@ def _ratio(speed: float, baseline: float | None) -> float | None:
 
 
 def _shares(waiting: Waiting | None) -> dict[str, float | None]:
-    return {
-        "waiting_starved": waiting and waiting.starved,
-        "waiting_uneven": waiting and waiting.uneven,
-        "waiting_transfer": waiting and waiting.transfer,
-    }
+    names = ("starved", "uneven", "transfer")
+    return {f"waiting_{name}": getattr(waiting, name, None) for name in names}

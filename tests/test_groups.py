@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gguf_pp.pipeline.groups import (
-    UBATCH_OVERHEAD_ROWS,
     auto_ubatch_size,
     choose_groups,
     fit_stage_time,
@@ -13,8 +12,8 @@ from gguf_pp.pipeline.groups import (
 
 
 def test_one_stage_has_no_bubble_to_fill():
-    assert auto_ubatch_size(10_000, 1, 512) == 512
-    assert auto_ubatch_size(1, 1, 64) == 64
+    assert auto_ubatch_size(10_000, 1, 16, 512) == 512
+    assert auto_ubatch_size(1, 1, 16, 64) == 64
 
 
 @pytest.mark.parametrize(
@@ -30,16 +29,21 @@ def test_one_stage_has_no_bubble_to_fill():
     ],
 )
 def test_ubatches_grow_with_the_root_of_the_prompt(n_tokens, n_stages, limit, size):
-    assert auto_ubatch_size(n_tokens, n_stages, limit) == size
+    assert auto_ubatch_size(n_tokens, n_stages, 16, limit) == size
+
+
+def test_ubatches_grow_with_what_a_call_costs():
+    assert auto_ubatch_size(1024, 2, 4, 512) == 64
+    assert auto_ubatch_size(1024, 2, 64, 512) == 256
 
 
 def prompt_time(n_tokens, n_stages, size):
-    return (math.ceil(n_tokens / size) + n_stages - 1) * (size + UBATCH_OVERHEAD_ROWS)
+    return (math.ceil(n_tokens / size) + n_stages - 1) * (size + 16)
 
 
 @given(st.integers(64, 8192), st.integers(2, 6))
 def test_no_other_ubatch_size_is_much_faster(n_tokens, n_stages):
-    size = auto_ubatch_size(n_tokens, n_stages, 4096)
+    size = auto_ubatch_size(n_tokens, n_stages, 16, 4096)
     best = min(prompt_time(n_tokens, n_stages, s) for s in range(8, 4097, 8))
     assert prompt_time(n_tokens, n_stages, size) <= 1.25 * best
 

@@ -76,6 +76,8 @@ class Ops(Protocol):
     name: str
     maps_weights: bool
     """Whether matrices are views of the mapped file rather than copies of it."""
+    overhead_rows: int
+    """What a call costs before its first row, in rows: weights read or dequantized, launches."""
 
     def matrix(self, parts: Sequence[RawTensor]) -> Matrix:
         """Take quantized tensors [n_i, K] to the device, stacked by rows in the given order."""

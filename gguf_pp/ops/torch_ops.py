@@ -42,6 +42,7 @@ class TorchOps:
 
     name = "torch"
     maps_weights = True
+    overhead_rows = 64
 
     def __init__(self) -> None:
         self._scratch = torch.empty(SCRATCH_FLOATS)

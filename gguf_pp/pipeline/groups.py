@@ -3,19 +3,16 @@
 import math
 from collections.abc import Iterable, Sequence
 
-UBATCH_OVERHEAD_ROWS = 16
-"""A ubatch's fixed cost (weights read, launches) in rows: what `auto` assumes before measuring."""
 
-
-def auto_ubatch_size(n_tokens: int, n_stages: int, limit: int) -> int:
+def auto_ubatch_size(n_tokens: int, n_stages: int, overhead_rows: int, limit: int) -> int:
     """The ubatch size that minimizes the time of a prompt of `n_tokens` over `n_stages`.
 
-    With S rows a ubatch costs c + S (in rows), and the pipeline takes (n/S + P - 1)(c + S):
-    least at S = sqrt(n c / (P - 1)). One stage has no bubble to fill: the limit.
+    With S rows a ubatch costs c + S (in rows; c is `overhead_rows`), and the pipeline takes
+    (n/S + P - 1)(c + S): least at S = sqrt(n c / (P - 1)). One stage has no bubble: the limit.
     """
     if n_stages < 2:
         return limit
-    best = math.sqrt(n_tokens * UBATCH_OVERHEAD_ROWS / (n_stages - 1))
+    best = math.sqrt(n_tokens * overhead_rows / (n_stages - 1))
     return max(min(8, limit), min(limit, 8 * round(best / 8)))
 
 
