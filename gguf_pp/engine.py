@@ -155,7 +155,8 @@ class Engine:
             self._flights.append(flight)
         if not self._flights:
             return False
-        self._host_s += 0.1 * (time.perf_counter() - start - self._host_s)
+        if self.pipeline.executor.pipelined:  # otherwise queueing includes the devices' work
+            self._host_s += 0.1 * (time.perf_counter() - start - self._host_s)
         self._land(self._flights.popleft())
         return True
 

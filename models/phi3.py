@@ -1,65 +1,27 @@
 """Phi-3 and Phi-4: fused q, k, v and fused gate and up; LongRoPE factors by context."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import Tensor
-
-from gguf_pp import parts
-from gguf_pp.arch import HParams, Loader, read_rope
-from gguf_pp.batch import UBatch
+from gguf_pp.arch import Loader, read_rope
+from gguf_pp.decoder import Decoder, PreNormLayer, pre_norm_layer
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.base import LayerKV, Matrix, Ops
 from gguf_pp.ops.rope import RopeParams
+from gguf_pp.parts import load_attention, load_feed_forward
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one layer."""
-
-    attn_norm: Tensor
-    attention: parts.SelfAttention
-    ffn_norm: Tensor
-    ffn: parts.FeedForward
-
-
-class Model:
-    """The wiring, without weights."""
+class Model(Decoder):
+    """The wiring, without weights. Files name a sliding window, which llama.cpp ignores too."""
 
     def __init__(self, metadata: Metadata) -> None:
-        self.hp = HParams.read(metadata)
+        super().__init__(metadata)
         self.rope = read_rope(metadata, self.hp, neox=True)
 
-    def load_embedding(self, load: Loader) -> Matrix:
-        """Weights of `embed`."""
-        return parts.load_embedding(load, self.hp)
-
-    def load_layer(self, load: Loader, i_layer: int) -> Layer:
+    def load_layer(self, load: Loader, i_layer: int) -> PreNormLayer:
         """Weights of one layer."""
         hp, blk = self.hp, f"blk.{i_layer}."
-        return Layer(
-            attn_norm=parts.load_norm(load, hp, blk, "attn_norm"),
-            attention=parts.load_attention(load, hp, blk, self._rope(load)),
-            ffn_norm=parts.load_norm(load, hp, blk, "ffn_norm"),
-            ffn=parts.load_feed_forward(load, hp, blk, "silu"),
-        )
-
-    def load_head(self, load: Loader) -> parts.Head:
-        """Weights of `logits`."""
-        return parts.load_head(load, self.hp)
-
-    def embed(self, ops: Ops, w: Matrix, tokens: Sequence[int]) -> Tensor:
-        """Token ids to hidden states [T, E]."""
-        return ops.embed(w, tokens)
-
-    def layer(self, ops: Ops, w: Layer, x: Tensor, kv: LayerKV, ubatch: UBatch) -> Tensor:
-        """One layer: [T, E] to [T, E]."""
-        x = w.attention(ops, ops.rms_norm(x, w.attn_norm, self.hp.eps), kv, ubatch, add=x)
-        return w.ffn(ops, ops.rms_norm(x, w.ffn_norm, self.hp.eps), add=x)
-
-    def logits(self, ops: Ops, w: parts.Head, x: Tensor) -> Tensor:
-        """Hidden states of the rows that want logits to logits [n, V]."""
-        return w(ops, x)
+        attention = load_attention(load, hp, blk, self._rope(load))
+        ffn = load_feed_forward(load, hp, blk, "silu")
+        return pre_norm_layer(load, hp, blk, attention, ffn)
 
     def _rope(self, load: Loader) -> RopeParams:
         """Long factors once the context exceeds the original one, else short; or none."""

@@ -15,6 +15,7 @@ LAYERS = [
     {"ops", "sampling", "text"},
     {"arch"},
     {"parts"},
+    {"decoder"},
     {"models"},
     {"pipeline"},
     {"engine"},
