@@ -38,7 +38,7 @@ def cpu_device() -> dict[str, Any]:
 
     `why_not_native` is None where those are ours.
     """
-    from gguf_pp.backend.cpu import share_cores, system_memory
+    from gguf_pp.backend.host import share_cores, system_memory
 
     total, free = system_memory()
     return {

@@ -7,10 +7,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +18,7 @@ from gguf_pp.errors import ConfigError, GgufPpError
 
 from .console import logs, progress
 from .session import print_json
-from .tables import print_table, printable, size
+from .tables import count, print_table, printable, size
 
 if TYPE_CHECKING:
     from gguf_pp.gguf import Metadata, ModelFile
@@ -100,14 +98,15 @@ def _print_templates(metadata: "Metadata") -> None:
 
 def support(file: "ModelFile") -> str | None:
     """Why the file cannot be run: its kind, or its architecture. None if those are fine."""
-    known = sorted(m.name for m in iter_modules(import_module("gguf_pp.models").__path__))
+    from gguf_pp.arch import known
+
     try:
         file.require_model()
-        if file.architecture in known:
+        if file.architecture in known():
             return None
     except GgufPpError as exc:
         return str(exc).removeprefix(f"{file.path}: ")
-    return f"the architecture is not among {', '.join(known)}"
+    return f"the architecture is not among {', '.join(known())}"
 
 
 def describe_tokenizer(metadata: "Metadata") -> dict[str, Any]:
@@ -240,7 +239,7 @@ def _show_summary(file: "ModelFile", infos: Sequence["TensorInfo"]) -> None:
     if len(file.shards) > 1:
         for i, (path, mine) in enumerate(_shards(file)):
             n_bytes = sum(info.n_bytes for info in mine)
-            text = f"{printable(path.name)}: {len(mine)} tensors, {size(n_bytes)}"
+            text = f"{printable(path.name)}: {count(len(mine), 'tensor')}, {size(n_bytes)}"
             print(f"{f'shard {i + 1}':12}  {text}")
 
 

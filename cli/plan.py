@@ -1,6 +1,6 @@
 """`gguf-pp plan`: what a run would do, from the header of the file and the memory of devices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +12,7 @@ from gguf_pp.pipeline.plan import bubble, format_plan, plan_steps
 from .console import logs, progress, show_warning
 from .flags import EngineFlags
 from .session import print_json
-from .tables import print_table, printable, size
+from .tables import count, print_table, printable, size
 
 if TYPE_CHECKING:
     from gguf_pp.gguf import ModelFile
@@ -67,16 +67,13 @@ def plan(flags: PlanFlags) -> None:
     Reads the header of the file only. Devices need not exist if their memory is given. A model that
     does not fit ends with what is missing and exit code 1.
     """
-    name = flags.model_name()
-    from dataclasses import replace
-
+    from gguf_pp.gguf import ModelFile
     from gguf_pp.pipeline.estimate import estimate, resolve
 
+    name = flags.model_name()
     settled, devices = resolve(replace(flags.options(), parallel=flags.parallel))
     with logs(verbose=flags.verbose), progress(f"downloading {name}", in_bytes=True) as update:
         path = fetch.resolve(name, flags.cache_dir, update)
-    from gguf_pp.gguf import ModelFile
-
     with ModelFile.open(path, settled.override_kv) as file:
         planned = estimate(file, settled, devices)
         if flags.as_json:
@@ -96,7 +93,7 @@ def _show(file: "ModelFile", planned: "Plan") -> None:
     """Print the plan for people."""
     for note in planned.notes:
         show_warning(note)
-    rung, slots = planned.rung, _count(planned.n_slots, "slot")
+    rung, slots = planned.rung, count(planned.n_slots, "slot")
     print(f"{printable(file.path.name)}: {printable(file.architecture)}, {size(_weights(planned))}")
     print(f"n_ctx {rung.ctx_size} of {planned.n_ctx_train}, {slots}, ubatch {rung.ubatch_size}")
     if not planned.fits:
@@ -136,7 +133,7 @@ def _rung(planned: "Plan") -> str:
 
 
 def _show_stages(planned: "Plan") -> None:
-    titles = ["device", "layers", "weights", "embedding", "head", "KV"]
+    titles = ["device", "layers", "weights", "embed", "head", "KV"]
     titles += [f"copies (x{planned.rung.n_copies})", "scratch", "total", "free", "margin"]
     pools = {name: pool for pool in planned.pools for name in pool.devices}
 
@@ -171,7 +168,7 @@ def sentences(planned: "Plan") -> list[str]:
         return lines
     for what, rows in _boundary(planned).items():
         crossing = size(rows * planned.row_bytes)
-        lines.append(f"{what}: {crossing} cross each boundary per ubatch ({_count(rows, 'row')})")
+        lines.append(f"{what}: {crossing} cross each boundary per ubatch ({count(rows, 'row')})")
     for how, counts in (("time", planned.by_time), ("memory", planned.by_memory)):
         lines.append(f"split by {how}: --layers {','.join(map(str, counts or ()))}")
     if planned.alone:
@@ -180,10 +177,6 @@ def sentences(planned: "Plan") -> list[str]:
             "throughput, not single-stream decode speed"
         )
     return lines
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _context(planned: "Plan") -> str:

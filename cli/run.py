@@ -12,6 +12,7 @@ from .console import Misuse
 from .flags import EngineFlags, SamplingFlags
 from .generate import Generator
 from .session import Session, open_session, placement, print_json, read_text, show_rates
+from .timeline import recorded_by, write_timeline
 
 if TYPE_CHECKING:
     from gguf_pp.api import Completion
@@ -58,6 +59,15 @@ class TextFlags:
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text.")
     ] = False
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE.json",
+            help="Write what ran when, for Perfetto and gguf-pp timeline.",
+            show_default=False,
+        ),
+    ] = None
     no_display_prompt: Annotated[
         bool, typer.Option("--no-display-prompt", hidden=True, help="The prompt is never shown.")
     ] = False
@@ -87,6 +97,7 @@ def run(engine: EngineFlags, text: TextFlags, chat: ChatFlags, sampling: Samplin
         raise Misuse("no prompt", hint="give one with -p TEXT or -f FILE")
     with open_session(engine, options) as session:
         llm = session.llm
+        llm.trace.enabled = text.timeline is not None
         if talk is None:
             talk = llm.tokenizer.chat_template is not None or chat.has_template
         generator = Generator(llm, text.predict, text.stop or (), choice, shown=not text.as_json)
@@ -98,6 +109,8 @@ def run(engine: EngineFlags, text: TextFlags, chat: ChatFlags, sampling: Samplin
             if prompt is None:
                 raise Misuse("no prompt, and the model has no chat template", hint="give -p TEXT")
             generator(llm.tokenize(prompt, special=text.special))
+        if text.timeline is not None:
+            write_timeline(text.timeline, recorded_by(llm))
         goes_on = talk and not chat.single_turn
         _finish(session, generator.completions, as_json=text.as_json, goes_on=goes_on)
 

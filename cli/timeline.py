@@ -1,25 +1,33 @@
 """`gguf-pp timeline`: what a recorded run says about who waited for what."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gguf_pp import trace_file
-from gguf_pp.timeline import Summary, Timeline, Waiting, advice, summarize
+from gguf_pp.timeline import Summary, Timeline, Waiting, advice, ended, summarize
 
 from .perplexity import written
 from .session import print_json
 from .tables import print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from gguf_pp.api import LLM
 
 _CAUSES = {
-    "starved": "nothing to run",
-    "uneven": "uneven stages",
-    "transfer": "transfers",
+    "starved": "with nothing to run",
+    "uneven": "for a slower stage",
+    "transfer": "for transfers",
 }
+
+
+def recorded_by(llm: "LLM") -> Timeline:
+    """What the model's trace holds, less what has not ended."""
+    uses = llm.devices()
+    layers = tuple(stop - start for start, stop in (use.layers for use in uses))
+    return Timeline(ended(llm.trace.slices), tuple(use.name for use in uses), layers)
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
@@ -73,9 +81,9 @@ def as_dict(recorded: Timeline, summary: Summary) -> dict[str, object]:
 
 
 def _show_stages(recorded: Timeline, summary: Summary) -> None:
-    def shares(w: Waiting) -> "Iterable[str]":
+    def shares(w: Waiting) -> Iterator[str]:
         for seconds in (w.starved, w.uneven, w.transfer):
-            yield f"{_percent(seconds / summary.span_s if summary.span_s else 0.0)}"
+            yield _percent(seconds / summary.span_s if summary.span_s else 0.0)
 
     rows = [
         [device, str(n_layers), _percent(busy), *shares(waiting)]
@@ -94,10 +102,8 @@ def _verdict(recorded: Timeline, summary: Summary) -> str:
     cause = waiting.main_cause
     verdict = (
         f"devices waited {_percent(summary.bubble)} of the time, "
-        f"{_percent(getattr(shares, cause))} of that for {_CAUSES[cause]}"
+        f"{_percent(getattr(shares, cause))} of that {_CAUSES[cause]}"
     )
-    if cause == "starved":
-        verdict = verdict.replace(" of that for ", " of that with ")
     hint = _advice(recorded, summary)
     return verdict if hint is None else f"{verdict}\n{hint}"
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gguf_pp import fetch
+from gguf_pp import arch, fetch
 from gguf_pp.backend.trace import Trace
 from gguf_pp.config import Options, resolve
 from gguf_pp.engine import Engine, FinishReason, Request
@@ -190,6 +190,9 @@ class LLM:
         config = resolve(options)
         self.notes = config.notes
         self._file = ModelFile.open(path, config.override_kv)
+        # Before the tokenizer: what cannot run at all often has another kind of vocabulary too.
+        self._file.require_model()
+        arch.build(self._file.metadata)
         self._tokenizer = Tokenizer.from_metadata(self._file.metadata)
         self._pipeline = Pipeline(self._file, config, progress)
         self._engine = Engine(self._pipeline, self._tokenizer.eog_ids)
@@ -348,8 +351,8 @@ class LLM:
         return of_next, top_ids, top_values
 
     def close(self) -> None:
-        """Stop the devices and give their memory back. Safe to call twice."""
-        self._engine.drain()
+        """Cancel what runs, stop the devices and close the file. Safe to call twice."""
+        self._engine.close()
         self._pipeline.close()
         self._file.close()
 

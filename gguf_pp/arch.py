@@ -5,19 +5,21 @@ three `load_*` methods name every tensor with its shape through a `Loader`: one 
 to a device, another only adds up bytes, so what is checked, planned and loaded is one text.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Protocol, cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gguf_pp.batch import UBatch
 from gguf_pp.errors import FormatError, UnsupportedError
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.base import LayerKV, Matrix, Ops, Rope
-from gguf_pp.ops.rope import RopeParams
+from gguf_pp.ops.base import LayerKV, Matrix, Ops, Rope, RopeParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Loader(Protocol):
@@ -46,6 +48,10 @@ class Loader(Protocol):
         """A small tensor as float32 [size]."""
         ...
 
+    def vectors(self, *parts: tuple[str, int]) -> Tensor:
+        """Small tensors (name, size), joined end to end as float32."""
+        ...
+
     def rope(self, params: RopeParams) -> Rope:
         """Rotation tables for as many positions as the context has."""
         ...
@@ -54,7 +60,7 @@ class Loader(Protocol):
 class Model(Protocol):
     """What a module in models/ provides: three steps, so that a stage can run any part."""
 
-    hp: "HParams"
+    hp: HParams
 
     def load_embedding(self, load: Loader) -> Any:
         """Weights of `embed`."""
@@ -96,7 +102,7 @@ class HParams:
     eps: float
 
     @classmethod
-    def read(cls, metadata: Metadata) -> "HParams":
+    def read(cls, metadata: Metadata) -> HParams:
         """Read `<architecture>.*` keys; raises FormatError where one is missing or absurd."""
         arch = metadata.str_of("general.architecture")
         n_heads = _same_everywhere(metadata, f"{arch}.attention.head_count")
@@ -178,21 +184,38 @@ def read_rope(metadata: Metadata, hp: HParams, *, neox: bool) -> RopeParams:
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise UnsupportedError(f"{prefix}.scaling.type {kind!r} is not implemented")
     n_rot = metadata.int_of(f"{prefix}.dimension_count", hp.head_size)
-    base = metadata.float_of(f"{prefix}.freq_base", 10000.0)
     n_ctx_original = metadata.int_of(f"{prefix}.scaling.original_context_length", hp.n_ctx_train)
     if not (0 < n_rot <= hp.head_size and n_rot % 2 == 0):
         raise FormatError(f"{prefix}.dimension_count is {n_rot} with heads of {hp.head_size}")
-    if not (base > 1 and factor > 0 and n_ctx_original > 0):
-        raise FormatError(f"{prefix}: base {base}, factor {factor}, context {n_ctx_original}")
+    if not (factor > 0 and n_ctx_original > 0):
+        raise FormatError(f"{prefix}.scaling: factor {factor}, context {n_ctx_original}")
     return RopeParams(
         n_rot=n_rot,
-        base=base,
+        base=read_rope_base(metadata, hp, "freq_base"),
         neox=neox,
         scaling="linear" if kind == "linear" else "yarn" if kind == "yarn" else "none",
         factor=factor,
         n_ctx_original=n_ctx_original,
         magnitude=metadata.float_of(f"{prefix}.scaling.attn_factor", 1.0),
     )
+
+
+def read_rope_base(metadata: Metadata, hp: HParams, name: str) -> float:
+    """Read a base of rotation, 10,000 unless given. Raises FormatError for one of 1 or less."""
+    key = f"{hp.architecture}.rope.{name}"
+    base = metadata.float_of(key, 10000.0)
+    if not base > 1:
+        raise FormatError(f"{key} is {base}, and must be above 1")
+    return base
+
+
+def read_window(metadata: Metadata, hp: HParams, default: int) -> int:
+    """Read how many positions a layer with a sliding window sees; 0 is all. Raises FormatError."""
+    key = f"{hp.architecture}.attention.sliding_window"
+    window = metadata.int_of(key, default)
+    if not 0 <= window < 1 << 32:
+        raise FormatError(f"{key} is {window}, outside of [0, 2**32)")
+    return window
 
 
 def known() -> list[str]:

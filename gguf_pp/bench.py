@@ -90,8 +90,9 @@ class Sweep:
         ]
 
     def added(self) -> list[RuntimeConfig]:
-        """Those that `cases` adds as baselines."""
+        """Serial ones that `cases` adds as baselines, though they were not asked for."""
         asked = {_plain(config) for config in self.configs}
+        asked |= {alone(config) for config in asked if self.one_device}
         return [config for config in self._configs() if config not in asked]
 
     def _configs(self) -> list[RuntimeConfig]:

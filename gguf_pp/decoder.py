@@ -1,10 +1,10 @@
 """How parts are joined into decoder layers, and what all decoders have at both ends."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from gguf_pp.arch import HParams, Loader
 from gguf_pp.batch import UBatch
@@ -19,6 +19,9 @@ from gguf_pp.parts import (
     load_head,
     load_norm,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Layer(Protocol):

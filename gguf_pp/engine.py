@@ -93,7 +93,7 @@ class Engine:
 
     def __init__(self, pipeline: Pipeline, eog_ids: Iterable[int]) -> None:
         self.pipeline = pipeline
-        self.eog_ids = frozenset(eog_ids)
+        self.eog_ids = frozenset(i for i in eog_ids if i < pipeline.n_vocab)
         self.n_slots = pipeline.config.n_slots
         self.ctx_size = pipeline.rung.ctx_size
         self.n_groups = 1
@@ -105,6 +105,7 @@ class Engine:
         self._free_slots = set(range(self.n_slots))
         self._host_s = 0.0
         self._n_decodes = 0
+        self._closed = False
 
     def add(self, prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> Request:
         """Enqueue a sequence; it starts when a slot is free.
@@ -128,6 +129,8 @@ class Engine:
 
     def _check(self, prompt: Sequence[int], room: int = 1) -> None:
         """Refuse a prompt that leaves less than `room` cells, or names unknown tokens."""
+        if self._closed:
+            raise RequestError("the model is closed")
         n_vocab = self.pipeline.n_vocab
         if not prompt:
             raise RequestError("the prompt is empty", hint="give it at least one token")
@@ -157,19 +160,26 @@ class Engine:
             return False
         if self.pipeline.executor.pipelined:  # otherwise queueing includes the devices' work
             self._host_s += 0.1 * (time.perf_counter() - start - self._host_s)
-        self._land(self._flights.popleft())
+        self._land()
         return True
 
     def drain(self) -> None:
         """Wait for everything in flight, whatever comes of it."""
         while self._flights:
-            self._land(self._flights.popleft())
+            self._land()
+
+    def close(self) -> None:
+        """Cancel all requests, wait for what is in flight, and take no more."""
+        self._closed = True
+        for request in (*self._waiting, *self._active):
+            self.cancel(request)
+        self.drain()
 
     def evaluate(self, tokens: Sequence[int], take: Take) -> None:
         """Run one sequence from position 0 and hand the logits of every token to `take`.
 
         The ranges that `take` gets index `tokens`. Raises RequestError as `add` does; the engine
-        must have a free slot.
+        must have a free slot. Interrupted, it leaves no work behind in the stages' queues.
         """
         self._check(tokens, room=0)
         self.drain()
@@ -177,14 +187,20 @@ class Engine:
             raise RequestError("no slot is free", hint="finish or cancel a request first")
         slot = min(self._free_slots)
         self._slot_tokens[slot] = []
-        tickets = []
+        tickets: list[Ticket] = []
         size = self._ubatch_size(len(tokens))
-        for first in range(0, len(tokens), size):
-            part = tokens[first : first + size]
-            ubatch = UBatch(tuple(part), (Span(slot, first, len(part)),), tuple(range(len(part))))
-            tickets.append(self.pipeline.executor.submit(ubatch, _shifted(take, first)))
-        for ticket in tickets:
-            ticket.wait()
+        try:
+            for first in range(0, len(tokens), size):
+                part = tokens[first : first + size]
+                span, rows = Span(slot, first, len(part)), tuple(range(len(part)))
+                ubatch = UBatch(tuple(part), (span,), rows)
+                tickets.append(self.pipeline.executor.submit(ubatch, _shifted(take, first)))
+            for ticket in tickets:
+                ticket.wait()
+        except BaseException as exc:
+            for ticket in tickets:
+                ticket.skip(exc)
+            raise
 
     def _admit(self) -> None:
         """Give free slots to waiting requests, each the slot that holds most of its prompt."""
@@ -284,16 +300,21 @@ class Engine:
         self._n_decodes += decodes
         return _Flight(ticket, [r for r, _ in parts], emitting, sampled, decodes)
 
-    def _land(self, flight: _Flight) -> None:
-        """Wait for a ubatch and give its tokens to their requests.
+    def _land(self) -> None:
+        """Wait for the oldest ubatch and give its tokens to their requests.
 
-        What fails fails the requests of this ubatch only.
+        What fails fails the requests of this ubatch only. If the host is interrupted while it
+        waits, nothing has changed.
         """
+        flight, failure = self._flights[0], None
         try:
             flight.ticket.wait()
         except Exception as exc:  # noqa: BLE001 - kept, and raised where the request is read
+            failure = exc
+        self._flights.popleft()
+        if failure is not None:
             for request in flight.requests:
-                request.error = exc
+                request.error = failure
                 if request.finish_reason is None:
                     self._finish(request, "error")
         else:

@@ -4,17 +4,19 @@ A part is loaded by its `load_*` function, which names its tensors, and called w
 `Ops`. Architectures differ in how parts are joined; that is written in models/.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gguf_pp.arch import HParams, Loader
 from gguf_pp.batch import UBatch
 from gguf_pp.errors import FormatError
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Ops
-from gguf_pp.ops.rope import RopeParams
+from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Ops, RopeParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,8 @@ class Experts:
         """
         best, chosen = self.router(ops, x).topk(self.n_used, dim=-1)
         weights = best.softmax(dim=-1)
-        y = torch.zeros_like(x) if add is None else add.clone()
-        for i_expert in torch.unique(chosen).tolist():
+        y = x.new_zeros(x.shape) if add is None else add.clone()
+        for i_expert in sorted(set(chosen.flatten().tolist())):
             rows, ranks = (chosen == i_expert).nonzero(as_tuple=True)
             y[rows] += self.experts[i_expert](ops, x[rows]) * weights[rows, ranks, None]
         return y
@@ -194,5 +196,4 @@ def load_linear(load: Loader, blk: str, rows: dict[str, int], n_cols: int) -> Li
         return Linear(weight)
     if len(biased) < len(rows):
         raise FormatError(f"{blk}{biased[0]} has a bias, but not all of {', '.join(rows)}")
-    biases = [load.vector(f"{blk}{name}.bias", size) for name, size in rows.items()]
-    return Linear(weight, torch.cat(biases))
+    return Linear(weight, load.vectors(*((f"{blk}{name}.bias", n) for name, n in rows.items())))

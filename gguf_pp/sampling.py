@@ -75,10 +75,10 @@ class Sampler:
     def __call__(self, logits: Floats) -> int:
         """Choose the next token from `logits` [V], which are left as they are.
 
-        Raises RequestError if there is a NaN among them: any choice would be nonsense.
+        Raises RequestError unless the largest is a finite number: any choice would be nonsense.
         """
         logits = self._penalized(logits)
-        if np.isnan(logits.max()):
+        if not np.isfinite(logits.max()):
             raise RequestError(
                 "the model computed logits that are not numbers",
                 hint="compare the file's checksum with its publisher's, or try --kernels torch",

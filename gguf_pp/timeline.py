@@ -115,21 +115,26 @@ class Summary:
         return sum(self.waiting, Waiting())
 
 
+def ended(slices: Iterable[Slice]) -> tuple[Slice, ...]:
+    """Those whose work is done."""
+    return tuple(s for s in slices if s.end_s >= s.start_s >= s.queued_s)
+
+
 def summarize(slices: Iterable[Slice], n_stages: int) -> Summary:
     """Add up the slices that have ended."""
-    ended = [s for s in slices if s.end_s >= s.start_s >= s.queued_s]
-    view = _View(ended, n_stages)
+    slices = ended(slices)
+    view = _View(slices, n_stages)
     edges = view.edges
     return Summary(
-        n_ubatches=len({s.i_ubatch for s in ended if s.kind == "compute"}),
+        n_ubatches=len({s.i_ubatch for s in slices if s.kind == "compute"}),
         n_copies=view.n_copies,
-        max_rows=max((s.n_rows for s in ended), default=0),
+        max_rows=max((s.n_rows for s in slices), default=0),
         span_s=view.end - view.begin,
         busy_s=tuple(_seconds(lane) for lane in view.lanes),
         waiting=tuple(view.waiting(i) for i in range(n_stages)),
         edge_s=tuple(_seconds(edge) for edge in edges),
         edge_rows=tuple(sum(s.n_rows for s in edge) for edge in edges),
-        host_s=_seconds(s for s in ended if s.kind == "host"),
+        host_s=_seconds(s for s in slices if s.kind == "host"),
     )
 
 
@@ -173,7 +178,10 @@ def advice(
     if waiting.main_cause == "starved":
         if n_copies == 1:
             return "one ubatch is in flight, devices take turns: try --n-copies 2"
-        return f"too little is in flight for {len(busy)} devices: try more streams, longer prompts"
+        n = len(busy)
+        return (
+            f"too little is in flight for {n} devices: try more streams, or smaller ubatches (-ub)"
+        )
     if waiting.main_cause == "transfer":
         return "devices wait for transfers: try fewer devices, or larger ubatches (-ub)"
     return _even_out(busy, layers)

@@ -1,12 +1,17 @@
 """Gemma 2: norms before and after, soft caps, every other layer sees a window."""
 
-from torch import Tensor
+from __future__ import annotations
 
-from gguf_pp.arch import Loader, read_rope
+from typing import TYPE_CHECKING
+
+from gguf_pp.arch import Loader, read_rope, read_window, read_window
 from gguf_pp.decoder import SandwichLayer, ScaledEmbedding, sandwich_layer
 from gguf_pp.gguf import Metadata
 from gguf_pp.ops.base import Ops
 from gguf_pp.parts import Head, load_attention, load_feed_forward
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Model(ScaledEmbedding):
@@ -16,7 +21,7 @@ class Model(ScaledEmbedding):
         super().__init__(metadata)
         hp = self.hp
         arch = hp.architecture
-        self.window = metadata.int_of(f"{arch}.attention.sliding_window", 4096)
+        self.window = read_window(metadata, hp, 4096)
         self.attn_softcap = metadata.float_of(f"{arch}.attn_logit_softcapping", 50.0)
         self.final_softcap = metadata.float_of(f"{arch}.final_logit_softcapping", 30.0)
         self.rope = read_rope(metadata, hp, neox=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gguf_pp.arch import Loader, read_rope
+from gguf_pp.arch import Loader, read_rope, read_rope_base, read_window
 from gguf_pp.decoder import SandwichLayer, ScaledEmbedding, sandwich_layer
 from gguf_pp.gguf import Metadata
 from gguf_pp.parts import load_attention, load_feed_forward
@@ -14,11 +14,10 @@ class Model(ScaledEmbedding):
     def __init__(self, metadata: Metadata) -> None:
         super().__init__(metadata)
         hp = self.hp
-        arch = hp.architecture
-        self.window = metadata.int_of(f"{arch}.attention.sliding_window", 0)
+        self.window = read_window(metadata, hp, 0)
         self.rope = read_rope(metadata, hp, neox=True)
         # Layers with a window turn at their own base, and no scaling applies to them.
-        local_base = metadata.float_of(f"{arch}.rope.freq_base_swa", 10000.0)
+        local_base = read_rope_base(metadata, hp, "freq_base_swa")
         self.rope_local = replace(self.rope, base=local_base, scaling="none")
         # The 27B model (62 layers) scales queries by the width per head, not by the head size.
         self.scale = (hp.n_embd / hp.n_heads if hp.n_layers == 62 else hp.head_size) ** -0.5

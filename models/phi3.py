@@ -5,7 +5,7 @@ from dataclasses import replace
 from gguf_pp.arch import Loader, read_rope
 from gguf_pp.decoder import Decoder, PreNormLayer, pre_norm_layer
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.rope import RopeParams
+from gguf_pp.ops.base import RopeParams
 from gguf_pp.parts import load_attention, load_feed_forward
 
 

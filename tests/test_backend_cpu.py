@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gguf_pp.backend.base import OutOfMemory, is_out_of_memory
-from gguf_pp.backend.cpu import Budget, CpuBackend, share_cores, system_memory
+from gguf_pp.backend.cpu import Budget, CpuBackend
+from gguf_pp.backend.host import share_cores, system_memory
 from gguf_pp.backend.open import open_devices
 from gguf_pp.config import Device
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from gguf_pp.backend.cpu import system_memory
+from gguf_pp.backend.host import system_memory
 from gguf_pp.cli.devices import cuda_devices
 from gguf_pp.cli.main import main
 from gguf_pp.native import describe, kernels

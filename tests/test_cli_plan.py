@@ -48,12 +48,12 @@ def test_each_device_has_a_row_with_all_that_it_holds(capsys, chat_model):
     assert "can be planned only" in err
     first, second = rows(out, "device")
     assert " ".join(first) == (
-        "device layers weights embedding head KV copies (x2) scratch total free margin"
+        "device layers weights embed head KV copies (x2) scratch total free margin"
     )
     assert (first["device"], first["layers"], first["free"]) == ("cuda:0", "0-2", "1024.0 MiB")
     assert (second["device"], second["layers"], second["free"]) == ("cuda:1", "3-3", "512.0 MiB")
     assert (first["KV"], second["KV"]) == ("768.0 KiB", "256.0 KiB")
-    assert (first["head"], second["embedding"]) == ("0", "0")
+    assert (first["head"], second["embed"]) == ("0", "0")
     assert first["copies (x2)"] == second["copies (x2)"] == "128.0 KiB"
 
 
@@ -63,7 +63,7 @@ def test_what_the_figures_mean_is_said(capsys, chat_model):
     assert "n_ctx 512 of 65536, 3 slots, ubatch 512" in lines
     assert "pipelining on: 2 copies" in lines
     assert "prefill: 64.0 KiB cross each boundary per ubatch (512 rows)" in lines
-    assert "decode: 0.2 KiB cross each boundary per ubatch (2 rows)" in lines
+    assert "decode: 256 B cross each boundary per ubatch (2 rows)" in lines
     assert "largest context that fits: 65536, all of the model's" in lines
     assert "split by time: --layers 2,2" in lines
     assert "split by memory: --layers 2,2" in lines
@@ -97,7 +97,7 @@ def test_waiting_and_the_schedule_are_shown_for_this_number_of_stages(capsys, ch
         ("-dev cpu", "there is one device"),
         ("-dev cpu:0,cpu:1 -sm none", "there is one device"),
         ("-dev cpu:0,cpu:1 --n-copies 1", "--n-copies 1"),
-        ("--memory cuda:0=32m,cuda:1=40m -ub 4096 -b 4096", "its buffers could not be allocated"),
+        ("--memory cuda:0=32m,cuda:1=38m -ub 4096 -b 4096", "its buffers could not be allocated"),
     ],
 )
 def test_the_condition_that_keeps_pipelining_off_is_named(capsys, chat_model, flags, why):
@@ -108,7 +108,7 @@ def test_the_condition_that_keeps_pipelining_off_is_named(capsys, chat_model, fl
 
 
 def test_what_is_less_than_asked_is_said(capsys, chat_model):
-    flags = ("--memory", "cuda:0=32m,cuda:1=40m", "-ub", "4096", "-b", "4096", "-c", "64")
+    flags = ("--memory", "cuda:0=32m,cuda:1=38m", "-ub", "4096", "-b", "4096", "-c", "64")
     _, out, _ = plan(capsys, chat_model, *flags)
     line = next(line for line in out.splitlines() if line.startswith("less than asked"))
     assert "n_copies 1 instead of 2, ubatch 2048 instead of 4096" in line
@@ -147,7 +147,7 @@ def test_json_agrees_with_what_a_run_says(capsys, chat_model):
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_a_model_that_fits_nowhere_ends_with_what_is_missing(capsys, chat_model, flags):
-    code, out, err = plan(capsys, chat_model, "--memory", "cuda:0=1m,cuda:1=33m", *flags)
+    code, out, err = plan(capsys, chat_model, "--memory", "cuda:0=1m,cuda:1=32m", *flags)
     assert code == 1
     assert "error: the model does not fit: cuda:1 lacks " in err
     assert "smaller quantization" in err
@@ -156,7 +156,7 @@ def test_a_model_that_fits_nowhere_ends_with_what_is_missing(capsys, chat_model,
         return
     table = {row["memory"]: row for row in rows(out, "memory")}
     assert list(next(iter(table.values()))) == ["memory", "needed", "free", "missing"]
-    assert (table["cuda:0"]["missing"], table["cuda:1"]["free"]) == ("0", "33.0 MiB")
+    assert (table["cuda:0"]["missing"], table["cuda:1"]["free"]) == ("0", "32.0 MiB")
     assert table["cuda:1"]["missing"] != "0"
     assert out.splitlines()[-1].startswith("cuda:1")
 
@@ -208,6 +208,32 @@ def test_a_table_in_a_pipe_is_not_cut(chat_model):
     )
     table = rows(done.stdout, "device")
     assert [row["device"] for row in table] == [part.split("=")[0] for part in memory.split(",")]
+
+
+@pytest.mark.parametrize("n_columns", [40, 80, 200])
+def test_nothing_is_cut_on_a_terminal(capsys, monkeypatch, chat_model, n_columns):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(n_columns))
+    _, out, _ = plan(capsys, chat_model, "--memory", TWO_GPUS, "-c", "64")
+    lines = re.sub("\x1b\\[[0-9;]*m", "", out).splitlines()
+    at = next(i for i, line in enumerate(lines) if "device" in line)
+    assert "margin" in lines[at]
+    figures = "".join(lines[at + 1 : lines.index("", at)])
+    assert figures.count("MiB") + figures.count("KiB") + figures.count(" B") >= 12
+    assert "1024.0" in figures
+    assert "…" not in out
+
+
+def test_torch_is_not_loaded(tmp_path):
+    path = write_tiny("qwen2", tmp_path / "m.gguf")
+    code = (
+        "import sys; from gguf_pp.cli.main import main\n"
+        f"assert main(['plan', {str(path)!r}, '--device', 'cpu:0,cpu:1']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

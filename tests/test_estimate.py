@@ -14,7 +14,6 @@ from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.estimate import estimate, parse_memory, resolve
 from gguf_pp.pipeline.memory import Rung
-
 from tests.gguf_bytes import STRING, gguf, key
 from tests.tiny import NAMES, write_tiny
 

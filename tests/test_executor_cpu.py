@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from gguf_pp.backend.cpu import Budget, CpuBackend, share_cores
+from gguf_pp.backend.cpu import Budget, CpuBackend
+from gguf_pp.backend.host import share_cores
 from gguf_pp.backend.trace import Trace
 from gguf_pp.pipeline.executor import Executor
 from gguf_pp.pipeline.ring import Ring

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from gguf_pp.ops.rope import RopeParams, make_rope
+from gguf_pp.ops.base import RopeParams
+from gguf_pp.ops.rope import make_rope
 
 
 def angle(rope, position, pair):

@@ -148,7 +148,7 @@ def said(summary: Summary, layers) -> str | None:
 def test_advice_follows_the_cause():
     assert said(pipelined([[1.0] * 40] * 2), [4, 4]) is None
     assert said(one_at_a_time([1.0, 1.0], 5), [4, 4]) == (
-        "too little is in flight for 2 devices: try more streams, longer prompts"
+        "too little is in flight for 2 devices: try more streams, or smaller ubatches (-ub)"
     )
     assert said(pipelined([[1.0] * 9] * 2, n_copies=1, pipelined=False), [4, 4]) == (
         "one ubatch is in flight, devices take turns: try --n-copies 2"

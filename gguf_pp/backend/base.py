@@ -10,11 +10,14 @@ The contract, on which every test of the scheduler rests:
   business (`pipeline/ring.py`), not the backend's.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class OutOfMemory(Exception):
@@ -30,6 +33,8 @@ class OutOfMemory(Exception):
 
 def is_out_of_memory(exc: BaseException) -> bool:
     """Whether `exc` is an allocation failure, in any of the shapes torch gives it."""
+    import torch  # not before it is needed: this module serves plans too
+
     if isinstance(exc, OutOfMemory | MemoryError | torch.OutOfMemoryError):
         return True
     text = str(exc)

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 
 from gguf_pp.backend.base import Backend
-from gguf_pp.backend.cpu import Budget, CpuBackend, share_cores
+from gguf_pp.backend.cpu import Budget, CpuBackend
+from gguf_pp.backend.host import share_cores
 from gguf_pp.config import Device
 
 log = logging.getLogger("gguf_pp")

@@ -3,8 +3,6 @@
 from gguf_pp.config import Kernels
 from gguf_pp.native import kernels
 from gguf_pp.ops.base import Ops
-from gguf_pp.ops.native import NativeOps
-from gguf_pp.ops.torch_ops import TorchOps
 
 
 def make_ops(choice: Kernels, n_threads: int, *, exact: bool) -> Ops:
@@ -12,6 +10,11 @@ def make_ops(choice: Kernels, n_threads: int, *, exact: bool) -> Ops:
 
     Raises ConfigError if native kernels are asked for and were not built. Torch is always exact.
     """
+    # Here, because what imports only the protocol, to plan, must not wait for torch.
     if kernels(choice) is None:
+        from gguf_pp.ops.torch_ops import TorchOps
+
         return TorchOps()
+    from gguf_pp.ops.native import NativeOps
+
     return NativeOps(n_threads, exact=exact)

@@ -6,14 +6,17 @@ Shapes: T rows (tokens) of the ubatch, E width, H query heads, K kv heads, D hea
 vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from gguf_pp.batch import UBatch
 from gguf_pp.quants.raw import RawTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh", "gelu_erf"]
 
@@ -35,6 +38,22 @@ class LayerKV(Protocol):
     n_slots: int
     n_cells: int
     n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParams:
+    """What a file says about rotation. `n_rot` dimensions turn; `factor` 1 is no scaling."""
+
+    n_rot: int
+    base: float
+    neox: bool
+    scaling: Literal["none", "linear", "yarn"] = "none"
+    factor: float = 1.0
+    n_ctx_original: int = 0
+    magnitude: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    freq_factors: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,29 +6,11 @@ raises the magnitude by 1 + 0.1 ln(factor). `rope_freqs` tensors (Llama 3) divid
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gguf_pp.ops.base import Rope
-
-
-@dataclass(frozen=True, slots=True)
-class RopeParams:
-    """What a file says about rotation. `n_rot` dimensions turn; `factor` 1 is no scaling."""
-
-    n_rot: int
-    base: float
-    neox: bool
-    scaling: Literal["none", "linear", "yarn"] = "none"
-    factor: float = 1.0
-    n_ctx_original: int = 0
-    magnitude: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    freq_factors: str | None = None
+from gguf_pp.ops.base import Rope, RopeParams
 
 
 def make_rope(params: RopeParams, n_positions: int, freq_factors: Tensor | None = None) -> Rope:
@@ -48,12 +30,14 @@ def make_rope(params: RopeParams, n_positions: int, freq_factors: Tensor | None 
         keep = _yarn_keep(params, pairs)
         frequency = frequency / params.factor * (1 - keep) + frequency * keep
         magnitude *= 1 + 0.1 * math.log(params.factor)
-    angles = torch.outer(torch.arange(n_positions, dtype=torch.float64), frequency)
-    return Rope(
-        cos=(angles.cos() * magnitude).to(torch.float32),
-        sin=(angles.sin() * magnitude).to(torch.float32),
-        neox=params.neox,
-    )
+    cos, sin = (torch.empty(n_positions, len(frequency)) for _ in range(2))
+    for first in range(0, n_positions, _BLOCK):  # in float64 all at once is 4 times the tables
+        rows = slice(first, first + _BLOCK)
+        positions = torch.arange(first, min(first + _BLOCK, n_positions), dtype=torch.float64)
+        angles = torch.outer(positions, frequency)
+        cos[rows] = angles.cos() * magnitude
+        sin[rows] = angles.sin() * magnitude
+    return Rope(cos, sin, params.neox)
 
 
 def _yarn_keep(params: RopeParams, pairs: Tensor) -> Tensor:

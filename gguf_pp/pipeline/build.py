@@ -17,8 +17,15 @@ from gguf_pp.ops import make_ops
 from gguf_pp.ops.base import Ops
 from gguf_pp.pipeline.executor import Executor
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, climb_down, rungs
-from gguf_pp.pipeline.placement import Sizes, fitting_context, measure, place, why_not_pipelined
-from gguf_pp.pipeline.stage import LayerStage, kv_bytes
+from gguf_pp.pipeline.placement import (
+    Sizes,
+    fitting_context,
+    kv_bytes,
+    measure,
+    place,
+    why_not_pipelined,
+)
+from gguf_pp.pipeline.stage import LayerStage
 
 log = logging.getLogger("gguf_pp")
 

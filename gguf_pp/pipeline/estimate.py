@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gguf_pp import arch, config
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Memory
-from gguf_pp.backend.cpu import share_cores, system_memory
+from gguf_pp.backend.host import share_cores, system_memory
 from gguf_pp.config import Options, RuntimeConfig
 from gguf_pp.errors import ConfigError
 from gguf_pp.gguf import ModelFile
@@ -21,6 +21,7 @@ from gguf_pp.pipeline.placement import (
     by_pool,
     fits,
     fitting_context,
+    kv_bytes,
     measure,
     need_of,
     place,
@@ -29,7 +30,6 @@ from gguf_pp.pipeline.placement import (
     spare_cells,
     why_not_pipelined,
 )
-from gguf_pp.pipeline.stage import kv_bytes
 
 RAM = "ram"
 

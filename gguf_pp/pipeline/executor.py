@@ -43,6 +43,10 @@ class Ticket:
         self.error: BaseException | None = None
         self.done = done
 
+    def skip(self, reason: BaseException) -> None:
+        """Skip what has not begun; `wait` raises `reason`."""
+        self.error = self.error or reason
+
     def wait(self) -> None:
         """Block the host until the last stage is through; raise what went wrong in any."""
         self.done.synchronize()

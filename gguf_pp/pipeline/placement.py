@@ -9,12 +9,14 @@ from gguf_pp.backend.base import Memory
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline import split
-from gguf_pp.pipeline.load import SizeLoader
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung
-from gguf_pp.pipeline.stage import kv_bytes, scratch_bytes
+from gguf_pp.pipeline.sizing import SizeLoader
 
 MARGIN = 0.05
 """Share of the free memory that a context chosen by us leaves alone."""
+
+LOGITS_BYTES = 32 << 20
+"""Logits are made for as many rows at a time as fit in this."""
 
 
 class Device(Protocol):
@@ -189,3 +191,20 @@ def why_not_pipelined(config: RuntimeConfig, n_stages: int, n_copies: int) -> st
     if config.n_copies > 1:
         return "its buffers could not be allocated"
     return "--n-copies 1"
+
+
+def kv_bytes(n_kv_heads: int, head_size: int, kv_types: tuple[str, str]) -> int:
+    """Bytes of one cell of one layer."""
+    return n_kv_heads * head_size * sum({"f32": 4, "f16": 2}[kind] for kind in kv_types)
+
+
+def logits_rows(n_vocab: int) -> int:
+    """Rows of logits made at a time."""
+    return max(1, min(64, LOGITS_BYTES // (4 * n_vocab)))
+
+
+def scratch_bytes(model: Model, ubatch_size: int, *, last: bool) -> int:
+    """An upper estimate of the activations alive at once in a layer, and the logits."""
+    hp = model.hp
+    width = 4 * hp.n_embd + 3 * hp.n_ff + 2 * sum(hp.qkv_rows)
+    return 4 * ubatch_size * width + (LOGITS_BYTES if last else 0)

@@ -17,12 +17,10 @@ from gguf_pp.ops.base import LayerKV, Ops
 from gguf_pp.pipeline.executor import Take
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import Rung
+from gguf_pp.pipeline.placement import kv_bytes, logits_rows, scratch_bytes
 from gguf_pp.pipeline.ring import Copy, Ring
 
 T = TypeVar("T")
-
-LOGITS_BYTES = 32 << 20
-"""Logits are made for as many rows at a time as fit in this."""
 
 
 class LayerStage:
@@ -156,20 +154,3 @@ def call(stream: Stream, work: Callable[[], T]) -> Future[T]:
 
     stream.run(run)
     return future
-
-
-def kv_bytes(n_kv_heads: int, head_size: int, kv_types: tuple[str, str]) -> int:
-    """Bytes of one cell of one layer."""
-    return n_kv_heads * head_size * sum({"f32": 4, "f16": 2}[kind] for kind in kv_types)
-
-
-def logits_rows(n_vocab: int) -> int:
-    """Rows of logits made at a time."""
-    return max(1, min(64, LOGITS_BYTES // (4 * n_vocab)))
-
-
-def scratch_bytes(model: Model, ubatch_size: int, *, last: bool) -> int:
-    """An upper estimate of the activations alive at once in a layer, and the logits."""
-    hp = model.hp
-    width = 4 * hp.n_embd + 3 * hp.n_ff + 2 * sum(hp.qkv_rows)
-    return 4 * ubatch_size * width + (LOGITS_BYTES if last else 0)

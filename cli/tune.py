@@ -1,0 +1,234 @@
+"""`gguf-pp tune`: find the split that is fastest on these devices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gguf_pp import fetch
+from gguf_pp.bench import Case
+from gguf_pp.config import resolve
+from gguf_pp.tune import Costs, Job, fastest_split, probe_costs
+
+from .console import Misuse, logs, progress
+from .flags import EngineFlags
+from .session import print_json
+from .tables import print_table
+
+if TYPE_CHECKING:
+    from gguf_pp.config import RuntimeConfig
+
+_JOBS = {"prefill": ("prefill",), "decode": ("decode",), "both": ("prefill", "decode")}
+_PANEL = "Workload"
+_N_GEN = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneFlags:
+    """What the split is to be fast at."""
+
+    target: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="prefill|decode|both",
+            help="Work to be fast at.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "both"
+    n_prompt: Annotated[
+        int,
+        typer.Option(
+            "--n-prompt",
+            "-p",
+            metavar="N",
+            min=1,
+            help="Tokens of a prompt.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 512
+    parallel: Annotated[
+        int,
+        typer.Option(
+            "--parallel",
+            "-np",
+            metavar="N",
+            min=1,
+            max=1024,
+            help="Streams that decode at once.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 8
+    no_verify: Annotated[
+        bool,
+        typer.Option("--no-verify", help="Do not measure what was predicted."),
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A split with its tokens per second per job: as predicted, and as measured if it was."""
+
+    name: str
+    layers: tuple[int, ...]
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...] | None = None
+
+
+def tune(engine: EngineFlags, flags: TuneFlags) -> None:
+    """Find the split of the layers that is fastest on these devices.
+
+    Times a few layers of each kind on every device, with real weights and on all devices at once,
+    and the head and the transfers. Of all contiguous splits that fit the memory it takes the one
+    whose slowest stage is fastest, and compares it with the default, predicted and measured.
+    """
+    name = engine.model_name()
+    if flags.target not in _JOBS:
+        raise Misuse(f"--for cannot be {flags.target!r}", hint=f"one of {', '.join(_JOBS)}")
+    if engine.tensor_split is not None or engine.layers is not None:
+        raise Misuse("-ts and --layers are what tune finds", hint="leave them out")
+    config = replace(resolve(engine.options()), n_slots=flags.parallel)
+    if len(config.devices) < 2:
+        raise Misuse("there is nothing to split on one device", hint="try --device cpu:0,cpu:1")
+    with logs(verbose=engine.verbose):
+        with progress(f"downloading {name}", in_bytes=True) as update:
+            path = fetch.resolve(name, engine.cache_dir, update)
+        costs, outcomes = _solve(path, config, flags)
+        if not flags.no_verify:
+            outcomes = _verify(path, config, [c.job for c in costs], outcomes)
+    if flags.as_json:
+        print_json(_as_dict(config, costs, outcomes))
+    else:
+        _show(config, costs, outcomes)
+
+
+def _solve(
+    path: Path, config: "RuntimeConfig", flags: TuneFlags
+) -> tuple[list[Costs], list[Outcome]]:
+    """Costs per job; the default split and the fastest one."""
+    from gguf_pp.gguf import ModelFile
+    from gguf_pp.probe import DEPTH, ModelProbe
+
+    n_ctx = DEPTH + max(flags.n_prompt, _N_GEN) + 2
+    costs = []
+    with (
+        ModelFile.open(path, config.override_kv) as file,
+        ModelProbe(file, config, n_ctx) as probe,
+        progress("timing layers", in_bytes=False) as update,
+    ):
+        workloads = _JOBS[flags.target]
+        jobs = {
+            "prefill": Job("prefill", flags.n_prompt, probe.ubatch_size(flags.n_prompt)),
+            "decode": Job("decode", flags.parallel, -(-flags.parallel // len(config.devices))),
+        }
+        for i, workload in enumerate(workloads):
+            update(i, len(workloads))
+            costs.append(probe_costs(probe, probe.kinds, jobs[workload]))
+        splits = {
+            "default": probe.default_split(),
+            "fastest": fastest_split(costs, probe.fits),
+        }
+    return costs, [
+        Outcome(name, tuple(map(len, split)), tuple(c.tokens_per_s(split) for c in costs))
+        for name, split in splits.items()
+    ]
+
+
+def _cases(config: "RuntimeConfig", jobs: Sequence[Job]) -> list[Case]:
+    config = replace(config, n_slots=1, notes=())
+    return [
+        Case(config, job.n_tokens, 0, 1, 0)
+        if job.workload == "prefill"
+        else Case(config, 0, _N_GEN, job.n_tokens, 0)
+        for job in jobs
+    ]
+
+
+def _verify(
+    path: Path, config: "RuntimeConfig", jobs: Sequence[Job], outcomes: Sequence[Outcome]
+) -> list[Outcome]:
+    """Run every split that differs."""
+    from gguf_pp.measure import measure
+
+    splits = list(dict.fromkeys(outcome.layers for outcome in outcomes))
+    cases = [case for layers in splits for case in _cases(replace(config, layers=layers), jobs)]
+    with progress("measuring", in_bytes=False) as update:
+        results = list(measure(path, cases, progress=update))
+    speeds = {
+        layers: tuple(
+            result.row.tokens_per_s
+            for case, result in zip(cases, results, strict=True)
+            if case.config.layers == layers
+        )
+        for layers in splits
+    }
+    return [replace(outcome, measured=speeds[outcome.layers]) for outcome in outcomes]
+
+
+def _flags(config: "RuntimeConfig", layers: Sequence[int]) -> str:
+    flags = f"--device {','.join(d.name for d in config.devices)}"
+    flags += f" --layers {','.join(map(str, layers))}"
+    threads = [d.threads for d in config.devices]
+    return flags + (f" -t {','.join(map(str, threads))}" if threads[0] is not None else "")
+
+
+def _as_dict(
+    config: "RuntimeConfig", costs: Sequence[Costs], outcomes: Sequence[Outcome]
+) -> dict[str, object]:
+    """What --json prints; lists in the order of the devices."""
+    return {
+        "devices": [device.name for device in config.devices],
+        "jobs": [
+            {
+                "workload": c.job.workload,
+                "n_tokens": c.job.n_tokens,
+                "n_rows": c.job.n_rows,
+                "layer_s": [list(times) for times in c.layers],
+                "head_s": list(c.heads),
+                "edge_s": list(c.edges),
+            }
+            for c in costs
+        ],
+        "splits": [
+            {
+                "name": o.name,
+                "layers_per_device": list(o.layers),
+                "predicted_tokens_per_s": list(o.predicted),
+                "measured_tokens_per_s": None if o.measured is None else list(o.measured),
+            }
+            for o in outcomes
+        ],
+        "flags": _flags(config, outcomes[-1].layers),
+    }
+
+
+def _show(config: "RuntimeConfig", costs: Sequence[Costs], outcomes: Sequence[Outcome]) -> None:
+    titles = ["device", *(f"{c.job.workload} ms a layer" for c in costs)]
+    titles += [f"{c.job.workload} ms head" for c in costs]
+    rows = []
+    for i, device in enumerate(config.devices):
+        means = [1e3 * sum(c.layers[i]) / len(c.layers[i]) for c in costs]
+        heads = [1e3 * c.heads[i] for c in costs]
+        rows.append([device.name, *(f"{ms:.3f}" for ms in (*means, *heads))])
+    print_table(titles, rows)
+    print()
+    titles = ["split", "layers"]
+    for c in costs:
+        titles += [f"{c.job.workload} tokens/s predicted", "measured"]
+    print_table(titles, [_line(outcome) for outcome in outcomes], n_left=2)
+    print()
+    default, fastest = outcomes
+    if default.layers == fastest.layers:
+        print("the default split is the fastest")
+    print(f"use {_flags(config, fastest.layers)}")
+
+
+def _line(outcome: Outcome) -> list[str]:
+    cells = [outcome.name, ",".join(map(str, outcome.layers))]
+    for i, predicted in enumerate(outcome.predicted):
+        measured = "" if outcome.measured is None else f"{outcome.measured[i]:.1f}"
+        cells += [f"{predicted:.1f}", measured]
+    return cells

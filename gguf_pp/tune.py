@@ -1,0 +1,158 @@
+"""Finds the split that keeps all devices equally busy, from times measured on them."""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, Protocol
+
+from gguf_pp.errors import PlacementError
+
+Workload = Literal["prefill", "decode"]
+
+LAYERS_PER_KIND = 8
+"""Layers of a kind that are timed: one alone would stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The work to be fast at: a prompt of `n_tokens` in ubatches of `n_rows`, or a token each of
+    `n_tokens` streams, which decode in groups of `n_rows`."""
+
+    workload: Workload
+    n_tokens: int
+    n_rows: int
+
+    @property
+    def n_ubatches(self) -> int:
+        """Ubatches of the prompt, or groups."""
+        return -(-self.n_tokens // self.n_rows)
+
+
+class Probe(Protocol):
+    """Times parts of a model on each of the devices, in seconds of one ubatch of a job.
+
+    All devices are timed at once: what they share makes them as slow as it will in the pipeline.
+    """
+
+    def layers_s(self, layers: Sequence[int], job: Job) -> Sequence[float]:
+        """One of `layers`, which are alike, per device."""
+        ...
+
+    def head_s(self, job: Job) -> Sequence[float]:
+        """Norm and logits, per device."""
+        ...
+
+    def edges_s(self, job: Job) -> Sequence[float]:
+        """Hidden states on their way from each device to the next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of one ubatch: `layers[d][i]` is layer i on device d, `heads[d]` the head there,
+    `edges[d]` the way from d to d + 1."""
+
+    job: Job
+    layers: tuple[tuple[float, ...], ...]
+    heads: tuple[float, ...]
+    edges: tuple[float, ...]
+
+    def stages_s(self, split: Sequence[range]) -> list[float]:
+        """Seconds of each stage."""
+        return [self.stage_s(i, part.start, part.stop) for i, part in enumerate(split)]
+
+    def stage_s(self, i_device: int, start: int, stop: int) -> float:
+        """Seconds of layers [start, stop) on a device; the last one has the head."""
+        head = self.heads[i_device] if i_device == len(self.heads) - 1 else 0.0
+        return sum(self.layers[i_device][start:stop]) + head
+
+    def tokens_per_s(self, split: Sequence[range]) -> float:
+        """What a pipeline makes of it: fill, then the slowest of stages and edges sets the pace.
+
+        A group of decoding streams cannot go again before it came round.
+        """
+        parts = [*self.stages_s(split), *self.edges]
+        n, slowest, once = self.job.n_ubatches, max(parts), sum(parts)
+        if self.job.workload == "prefill":
+            return self.job.n_tokens / (once + (n - 1) * slowest)
+        return self.job.n_tokens / max(n * slowest, once)
+
+
+def probe_costs(probe: Probe, kinds: Sequence[Hashable], job: Job) -> Costs:
+    """Time a few layers of each kind, and both ends. `kinds[i]` is what layer i is like."""
+    by_kind: dict[Hashable, Sequence[float]] = {}
+    for kind in dict.fromkeys(kinds):
+        alike = [i for i, other in enumerate(kinds) if other == kind]
+        by_kind[kind] = probe.layers_s(_spread(alike, LAYERS_PER_KIND), job)
+    heads = tuple(probe.head_s(job))
+    return Costs(
+        job=job,
+        layers=tuple(tuple(by_kind[kind][d] for kind in kinds) for d in range(len(heads))),
+        heads=heads,
+        edges=tuple(probe.edges_s(job)),
+    )
+
+
+def fastest_split(
+    costs: Sequence[Costs], fits: Callable[[int, range], bool] = lambda i_device, layers: True
+) -> list[range]:
+    """The contiguous split with the fastest slowest stage, for all jobs of `costs` alike.
+
+    `fits` says whether a device can hold layers. Of several jobs each counts by how much slower a
+    stage is than the slowest of that job's own best split. Raises PlacementError if nothing fits.
+    """
+    scales = [1.0] if len(costs) == 1 else [_slowest(c, fastest_split([c], fits)) for c in costs]
+    n_devices, n_layers = len(costs[0].layers), len(costs[0].layers[0])
+    sums = [list(accumulate(_weighted(costs, scales, d), initial=0.0)) for d in range(n_devices)]
+    head = sum(c.heads[-1] / scale for c, scale in zip(costs, scales, strict=True))
+
+    def load(i_device: int, start: int, stop: int) -> float:
+        if not fits(i_device, range(start, stop)):
+            return math.inf
+        extra = head if i_device == n_devices - 1 else 0.0
+        return sums[i_device][stop] - sums[i_device][start] + extra
+
+    return _least_slowest(n_layers, n_devices, load)
+
+
+def _weighted(costs: Sequence[Costs], scales: Sequence[float], i_device: int) -> list[float]:
+    rows = [[s / scale for s in c.layers[i_device]] for c, scale in zip(costs, scales, strict=True)]
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _slowest(costs: Costs, split: Sequence[range]) -> float:
+    return max(costs.stages_s(split))
+
+
+def _least_slowest(
+    n_layers: int, n_devices: int, load: Callable[[int, int, int], float]
+) -> list[range]:
+    """The split whose largest `load(i_device, start, stop)` is least, no device without a layer."""
+    # best[end]: the largest load so far and the edges, when the devices so far end at layer `end`.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for i_device in range(n_devices):
+        last = i_device == n_devices - 1
+        ends = [n_layers] if last else range(i_device + 1, n_layers)
+        best = {
+            end: min(
+                (max(worst, load(i_device, start, end)), (*edges, end))
+                for start, (worst, edges) in best.items()
+                if start < end
+            )
+            for end in ends
+            if any(start < end for start in best)
+        }
+    worst, edges = best.get(n_layers, (math.inf, ()))
+    if worst == math.inf:
+        raise PlacementError(
+            f"no split of {n_layers} layers fits the memory of {n_devices} devices",
+            hint="gguf-pp plan shows what is missing",
+        )
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def _spread(items: Sequence[int], n: int) -> list[int]:
+    """At most `n` of the items, evenly spread."""
+    n = min(n, len(items))
+    return [items[i * len(items) // n] for i in range(n)]
