@@ -1,5 +1,6 @@
 """`gguf-pp`: find the subcommand, run it, turn failures into two lines and an exit code."""
 
+import errno
 import io
 import os
 import sys
@@ -57,8 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as exc:
+        if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        _drop_output()
+        show_error(f"the output cannot be written: {exc.strerror}", None)
+        return 1
     return 0
+
+
+def _drop_output() -> None:
+    """Write what is left in stdout's buffer nowhere, or it would fail once more at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _app(wanted: str) -> typer.Typer:

@@ -179,11 +179,11 @@ def written(path: Path | None) -> Iterator[TextIO | None]:
     elif str(path) == "-":
         yield sys.stdout
     elif path.exists() and not path.is_file():  # a pipe or a device is not to be replaced
-        with _opened(path, "w") as out:
+        with _opened(path, "w", path) as out:
             yield out
     else:
         temp = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-        with _opened(temp, "x") as out:
+        with _opened(temp, "x", path) as out:
             try:
                 yield out
             except BaseException:
@@ -192,8 +192,9 @@ def written(path: Path | None) -> Iterator[TextIO | None]:
         temp.replace(path)
 
 
-def _opened(path: Path, mode: str) -> TextIO:
+def _opened(file: Path, mode: str, path: Path) -> TextIO:
+    """Open `file` to write what is to be at `path`; raises ConfigError."""
     try:
-        return path.open(mode, encoding="utf-8")  # type: ignore[return-value]
+        return file.open(mode, encoding="utf-8")  # type: ignore[return-value]
     except OSError as exc:
         raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc

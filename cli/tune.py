@@ -1,5 +1,6 @@
 """`gguf-pp tune`: find the split that is fastest on these devices."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,7 +202,7 @@ def _as_dict(
             }
             for o in outcomes
         ],
-        "flags": _flags(config, outcomes[-1].layers),
+        "flags": _flags(config, best(outcomes).layers),
     }
 
 
@@ -220,10 +221,26 @@ def _show(config: "RuntimeConfig", costs: Sequence[Costs], outcomes: Sequence[Ou
         titles += [f"{c.job.workload} tokens/s predicted", "measured"]
     print_table(titles, [_line(outcome) for outcome in outcomes], n_left=2)
     print()
+    print(_verdict(outcomes))
+    print(f"use {_flags(config, best(outcomes).layers)}")
+
+
+def best(outcomes: Sequence[Outcome]) -> Outcome:
+    """The fastest over all jobs, as measured if that was done; of equals the first."""
+
+    def speed(outcome: Outcome) -> float:
+        return math.prod(outcome.predicted if outcome.measured is None else outcome.measured)
+
+    return max(outcomes, key=speed)
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> str:
     default, fastest = outcomes
     if default.layers == fastest.layers:
-        print("the default split is the fastest")
-    print(f"use {_flags(config, fastest.layers)}")
+        return "the default split is the fastest"
+    if best(outcomes) is default:
+        return "measured, the default split is no slower"
+    return "this split is faster than the default"
 
 
 def _line(outcome: Outcome) -> list[str]:

@@ -20,7 +20,7 @@ from gguf_pp import arch, fetch
 from gguf_pp.backend.trace import Trace
 from gguf_pp.config import Options, resolve
 from gguf_pp.engine import Engine, FinishReason, Request
-from gguf_pp.errors import ConfigError, TemplateError
+from gguf_pp.errors import ConfigError, FormatError, TemplateError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.sampling import SamplingParams
@@ -194,6 +194,7 @@ class LLM:
         self._file.require_model()
         arch.build(self._file.metadata)
         self._tokenizer = Tokenizer.from_metadata(self._file.metadata)
+        _check_vocabulary(self._file, self._tokenizer)
         self._pipeline = Pipeline(self._file, config, progress)
         self._engine = Engine(self._pipeline, self._tokenizer.eog_ids)
 
@@ -366,6 +367,16 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_vocabulary(file: ModelFile, tokenizer: Tokenizer) -> None:
+    """Refuse a model whose tokens are not the rows of its embedding; raises FormatError."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding and tokenizer.n_vocab not in (0, embedding.shape[0]):
+        raise FormatError(
+            f"{file.path}: the vocabulary has {tokenizer.n_vocab} tokens, "
+            f"the embedding {embedding.shape[0]} rows"
+        )
 
 
 def load(

@@ -191,7 +191,7 @@ def _even_out(busy: Sequence[float], layers: Sequence[int]) -> str:
     slow, fast = max(busy), min(busy)
     better = faster_layers(busy, layers)
     if better is None or fast <= 0:
-        return "ubatches take uneven time: try ubatches of equal size (-ub), or more copies"
+        return "stages are even on average but vary: try more copies (--n-copies)"
     counts = ",".join(map(str, better))
     return f"stage {busy.index(slow)} is {slow / fast:.1f} times slower: try --layers {counts}"
 

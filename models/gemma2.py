@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gguf_pp.arch import Loader, read_rope, read_window, read_window
+from gguf_pp.arch import Loader, read_rope, read_window
 from gguf_pp.decoder import SandwichLayer, ScaledEmbedding, sandwich_layer
 from gguf_pp.gguf import Metadata
 from gguf_pp.ops.base import Ops

@@ -281,6 +281,20 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert process.returncode == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_under_the_output_is_told_in_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gguf_pp", "pull"],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
 def test_a_command_is_a_module_of_its_name():
     folder = Path(sys.modules["gguf_pp.cli.main"].__file__ or "").parent
     assert all((folder / f"{name}.py").is_file() for name in COMMANDS)

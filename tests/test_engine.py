@@ -1,5 +1,8 @@
 """The engine on a tiny model: joining, leaving, cancelling, grouping, and always the same text."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 
 from gguf_pp.config import Options, resolve
@@ -7,6 +10,7 @@ from gguf_pp.engine import Engine
 from gguf_pp.errors import RequestError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.build import Pipeline
+from gguf_pp.pipeline.executor import Ticket
 from gguf_pp.sampling import SamplingParams
 from tests.tiny import write_tiny
 
@@ -213,3 +217,78 @@ def test_every_sequence_gets_its_turn_when_ubatches_are_smaller_than_groups(make
     while min(len(request.generated) for request in requests) < 20:
         engine.step()
     assert max(len(request.generated) for request in requests) < 40
+
+
+def test_a_host_interrupted_while_it_waits_can_go_on(make_engine, alone):
+    engine = make_engine(device="cpu:0,cpu:1")
+    request = engine.add(PROMPTS[0], GREEDY, 12)
+    submit = engine.pipeline.executor.submit
+
+    def interrupted_once(ubatch, take):
+        ticket = submit(ubatch, take)
+        wait = ticket.wait
+
+        def interrupt():
+            ticket.wait = wait
+            raise KeyboardInterrupt
+
+        ticket.wait = interrupt
+        engine.pipeline.executor.submit = submit
+        return ticket
+
+    engine.pipeline.executor.submit = interrupted_once
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    run(engine)
+    assert request.generated == alone[0]
+
+
+def test_an_evaluation_that_is_interrupted_skips_what_has_not_begun(make_engine, alone):
+    engine = make_engine(device="cpu:0,cpu:1", ubatch_size=1)
+    begun, gate = [], threading.Event()
+    stage = engine.pipeline.stages[0]
+    forward = stage.forward
+
+    def slow(copy, ubatch, take):
+        begun.append(ubatch)
+        gate.wait()
+        forward(copy, ubatch, take)
+
+    def interrupt(ticket):
+        raise KeyboardInterrupt
+
+    stage.forward = slow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ticket, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate(list(range(1, 101)), lambda logits, rows: None)
+    gate.set()
+    stage.forward = forward
+    request = engine.add(PROMPTS[0], GREEDY, 12)
+    run(engine)
+    assert len(begun) <= 1
+    assert request.generated == alone[0]
+
+
+def test_a_closed_engine_has_cancelled_all_and_takes_no_more(make_engine):
+    engine = make_engine(device="cpu:0,cpu:1", parallel=1)
+    requests = [engine.add(prompt, GREEDY, 50) for prompt in PROMPTS[:3]]
+    engine.step()
+    engine.close()
+    assert [request.finish_reason for request in requests] == ["cancelled"] * 3
+    assert not engine.step()
+    with pytest.raises(RequestError, match="the model is closed"):
+        engine.add(PROMPTS[0], GREEDY, 1)
+    with pytest.raises(RequestError, match="the model is closed"):
+        engine.evaluate(PROMPTS[0], lambda logits, rows: None)
+
+
+def test_ends_of_generation_that_the_model_cannot_write_can_be_ignored(path):
+    engine = new_engine(path)
+    n_vocab = engine.pipeline.n_vocab
+    engine = Engine(engine.pipeline, eog_ids=[2, n_vocab + 5])
+    request = engine.add(PROMPTS[0], replace(GREEDY, ignore_eos=True), 4)
+    run(engine)
+    engine.pipeline.close()
+    assert request.error is None
+    assert len(request.generated) == 4

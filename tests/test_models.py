@@ -1,11 +1,13 @@
 """Every architecture through the same checks, on a tiny model and llama.cpp's logits of it."""
 
+import re
+
 import numpy as np
 import pytest
 
 import gguf_pp
 from gguf_pp.arch import known
-from gguf_pp.errors import FormatError
+from gguf_pp.errors import FormatError, GgufPpError
 from gguf_pp.native import kernels
 from tests.tiny import NAMES, SPECS, golden, write_tiny
 
@@ -80,3 +82,25 @@ def test_a_missing_tensor_is_named(tmp_path):
     path.write_bytes(data)
     with pytest.raises(FormatError, match=r"blk\.1\.ffn_norm\.weight"):
         gguf_pp.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("gemma2", "gemma2.attention.sliding_window", "int:-5", "is -5, outside of"),
+        ("gemma3", "gemma3.attention.sliding_window", f"int:{1 << 62}", "outside of"),
+        ("gemma3", "gemma3.rope.freq_base_swa", "float:0", "is 0.0, and must be above 1"),
+        ("llama", "llama.rope.freq_base", "float:-5", "is -5.0, and must be above 1"),
+        ("llama", "general.type", "str:adapter", "is an adapter, not a model"),
+        ("llama", "general.architecture", "str:bert", "'bert' is not supported"),
+    ],
+)
+def test_metadata_that_no_model_can_mean_is_named(tiny, name, key, value, says):
+    overrides = (f"{key}={value}", "tokenizer.ggml.model=str:unknown")
+    with pytest.raises(GgufPpError, match=re.escape(says)):
+        gguf_pp.load(tiny[name], override_kv=overrides).close()
+
+
+def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(tiny):
+    with pytest.raises(FormatError, match="vocabulary has 170 tokens, the embedding 160 rows"):
+        gguf_pp.load(tiny["llama"], override_kv=("llama.vocab_size=int:170",)).close()

@@ -242,10 +242,11 @@ def test_one_random_number_is_used_per_token_drawn():
     assert [other(values), other(values)] == expected[1:]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("chain", [{"temperature": 0.0}, {"top_k": 40}, {}], ids=str)
-def test_logits_that_are_not_numbers_are_said_and_not_sampled(chain):
+def test_logits_that_are_not_numbers_are_said_and_not_sampled(chain, bad):
     values = np.zeros(100, dtype=np.float32)
-    values[7] = np.nan
+    values[7] = bad
     with pytest.raises(RequestError, match="logits that are not numbers"):
         Sampler(params(**chain), (), ())(values)
 

@@ -83,6 +83,23 @@ def test_a_slow_edge_makes_both_of_its_stages_wait_for_transfers(n_copies, betwe
     assert got.edge_s == (24,)
 
 
+def test_a_way_out_that_is_occupied_is_a_transfer_even_while_the_next_stage_works():
+    got = pipelined([[1.0] * 6, [2.5] * 6], n_copies=1, copy_s=3.0)
+    assert got.waiting[0] == Waiting(starved=3 + 2.5, transfer=5 * 3)
+
+
+def test_a_device_that_gets_going_late_though_its_output_is_free_was_not_held_up():
+    def compute(u: int, start: float, end: float) -> Slice:
+        return Slice("compute", 0, u, u % 2, 1, 0.0, start, end)
+
+    def transfer(u: int, start: float, end: float) -> Slice:
+        return Slice("transfer", 0, u, u % 2, 1, 0.0, start, end)
+
+    slices = [compute(0, 0, 1), transfer(0, 1, 5), compute(1, 1, 2), transfer(1, 5, 9)]
+    got = summarize([*slices, compute(2, 6, 7)], 2)
+    assert got.waiting[0] == Waiting(starved=1, transfer=3)
+
+
 def test_what_a_stage_waited_for_is_passed_on_to_the_next():
     got = pipelined([[1.0] * 8, [1.0] * 8, [0.5] * 8], n_copies=1, copy_s=2.0)
     assert [w.main_cause for w in got.waiting] == ["transfer"] * 3
@@ -158,6 +175,9 @@ def test_advice_follows_the_cause():
     )
     assert said(pipelined([[1.0] * 40] * 2, copy_s=2.0), [4, 4]) == (
         "devices wait for transfers: try fewer devices, or larger ubatches (-ub)"
+    )
+    assert said(pipelined([[1.0, 1.0, 5.0] * 10] * 2, n_copies=1), [4, 4]) == (
+        "stages are even on average but vary: try more copies (--n-copies)"
     )
     assert said(pipelined([[1.0] * 3]), [8]) is None
 

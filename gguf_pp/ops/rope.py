@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gguf_pp.ops.base import Rope, RopeParams
 
+_BLOCK = 4096
+
 
 def make_rope(params: RopeParams, n_positions: int, freq_factors: Tensor | None = None) -> Rope:
     """Build the tables for positions [0, n_positions).

@@ -45,7 +45,8 @@ class Ticket:
 
     def skip(self, reason: BaseException) -> None:
         """Skip what has not begun; `wait` raises `reason`."""
-        self.error = self.error or reason
+        if self.error is None:
+            self.error = reason
 
     def wait(self) -> None:
         """Block the host until the last stage is through; raise what went wrong in any."""

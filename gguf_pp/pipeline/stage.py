@@ -81,10 +81,11 @@ class LayerStage:
         """Reserve KV cache, ring and scratch; raises OutOfMemory. `release` undoes it, whole or
         half done."""
         hp = self._model.hp
-        size = kv_bytes(hp.n_kv_heads, hp.head_size, kv_types) * rung.ctx_size * n_slots
+        cell = kv_bytes(hp.n_kv_heads, hp.head_size, kv_types)
+        size = cell * rung.ctx_size * n_slots * len(self.layers)
+        self.backend.reserve(size, "KV cache")
+        self.kv_bytes = size
         for _ in self.layers:
-            self.backend.reserve(size, "KV cache")
-            self.kv_bytes += size
             self._kv.append(
                 self.ops.layer_kv(n_slots, rung.ctx_size, hp.n_kv_heads, hp.head_size, *kv_types)
             )
