@@ -57,7 +57,7 @@ class NativeOps:
 
     name = "native"
     maps_weights = False
-    overhead_rows = 4
+    overhead_rows = 2
 
     def __init__(self, n_threads: int, *, exact: bool) -> None:
         module = kernels("native")

@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 
 from gguf_pp import arch
@@ -74,11 +73,14 @@ class Pipeline:
             LayerStage(i, backend, partial(self._ops, backend), model, mine)
             for i, (backend, mine) in enumerate(zip(self._backends, layers, strict=True))
         ]
-        self._load_weights(file, sizes, n_ctx, progress)
+        for stage in self.stages:
+            _reserve_weights(stage, sizes.of(stage.layers))
         asked = Rung(config.n_copies, config.max_ubatch_size, n_ctx)
         self.rung, _ = climb_down(
             rungs(asked, ctx_fixed=config.ctx_size is not None), self._allocate, self._release
         )
+        # Last: it takes longest, and rotation tables have the size of the context that was had.
+        self._load_weights(file, progress)
         self.reason = why_not_pipelined(config, len(self.stages), self.rung.n_copies)
         self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
         if self.reason:
@@ -89,15 +91,9 @@ class Pipeline:
     def _ops(self, backend: Backend) -> Ops:
         return make_ops(self.config.kernels, backend.n_threads, exact=self.config.exact)
 
-    def _load_weights(
-        self,
-        file: ModelFile,
-        sizes: Sizes,
-        n_ctx: int,
-        progress: Callable[[int, int], None],
-    ) -> None:
+    def _load_weights(self, file: ModelFile, progress: Callable[[int, int], None]) -> None:
         """All devices read their part at the same time."""
-        total = sum(sizes.of(stage.layers) for stage in self.stages)
+        total = sum(stage.weight_bytes for stage in self.stages)
         done = 0
         lock = threading.Lock()
 
@@ -107,27 +103,10 @@ class Pipeline:
                 done += n_bytes
                 progress(min(done, total), total)
 
-        futures = [self._start_loading(stage, file, sizes, n_ctx, step) for stage in self.stages]
+        n_ctx = self.rung.ctx_size
+        futures = [stage.load_weights(file, n_ctx, step) for stage in self.stages]
         for future in futures:
             future.result()
-
-    def _start_loading(
-        self,
-        stage: LayerStage,
-        file: ModelFile,
-        sizes: Sizes,
-        n_ctx: int,
-        step: Callable[[int], None],
-    ) -> Future[None]:
-        try:
-            return stage.load_weights(file, n_ctx, sizes.of(stage.layers), step)
-        except OutOfMemory as exc:
-            raise PlacementError(
-                f"{stage.backend.name} has {exc.free_bytes >> 20} MiB free for "
-                f"{exc.asked_bytes >> 20} MiB of weights "
-                f"(layers {stage.layers.start} to {stage.layers.stop - 1})",
-                hint="use a smaller quantization, or more devices",
-            ) from exc
 
     def _allocate(self, rung: Rung) -> bool:
         for stage in self.stages:
@@ -143,3 +122,15 @@ class Pipeline:
         for backend in self._backends:
             backend.close()
         self.stages = []
+
+
+def _reserve_weights(stage: LayerStage, n_bytes: int) -> None:
+    try:
+        stage.reserve_weights(n_bytes)
+    except OutOfMemory as exc:
+        raise PlacementError(
+            f"{stage.backend.name} has {exc.free_bytes >> 20} MiB free for "
+            f"{exc.asked_bytes >> 20} MiB of weights "
+            f"(layers {stage.layers.start} to {stage.layers.stop - 1})",
+            hint="use a smaller quantization, or more devices",
+        ) from exc

@@ -58,15 +58,15 @@ class LayerStage:
         self._kv: list[LayerKV] = []
         self._input: Tensor | None = None
 
-    def load_weights(
-        self, file: ModelFile, n_ctx: int, n_bytes: int, progress: Callable[[int], None]
-    ) -> Future[None]:
-        """Start to read this stage's `n_bytes` of weights, on its own device.
-
-        Raises OutOfMemory before anything is read if the device has less.
-        """
+    def reserve_weights(self, n_bytes: int) -> None:
+        """Take `n_bytes` for this stage's weights; raises OutOfMemory if the device has less."""
         self.backend.reserve(n_bytes, "weights")
         self.weight_bytes = n_bytes
+
+    def load_weights(
+        self, file: ModelFile, n_ctx: int, progress: Callable[[int], None]
+    ) -> Future[None]:
+        """Start to read this stage's weights, on its own device."""
         loader = DeviceLoader(file, n_ctx, self.ops, progress)
         return call(self.compute, lambda: self._load(loader))
 
