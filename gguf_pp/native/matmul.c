@@ -56,10 +56,10 @@ static int read_part(PyObject *item, int n_cols, struct part *part, Py_buffer *v
     return 0;
 }
 
-static int allocate_part(planes_object *self, struct part *part)
+static int allocate_part(planes_object *self, struct part *part, team *t)
 {
-    size_t n_bytes = ((size_t)part->n_blocks * part->block_bytes + 63) / 64 * 64;
-    part->planes = aligned_alloc(64, n_bytes);
+    size_t n_bytes = (size_t)part->n_blocks * part->block_bytes;
+    part->planes = arena_take(team_chunk(t), n_bytes, &part->owner);
     if (!part->planes) {
         PyErr_NoMemory();
         return -1;
@@ -84,7 +84,7 @@ static int fill(planes_object *self, int n_cols, PyObject *items, team *t)
         struct part *part = &m->parts[i];
         status = read_part(PyTuple_GET_ITEM(items, i), n_cols, part, &views[i], &row_bytes[i]);
         if (!status)
-            status = allocate_part(self, part);
+            status = allocate_part(self, part, t);
         if (!status) {
             rows[i] = views[i].buf;
             part->first_block = m->n_blocks;
@@ -129,7 +129,7 @@ static void planes_dealloc(PyObject *object)
     planes_object *self = (planes_object *)object;
     PyTypeObject *type = Py_TYPE(object);
     for (int i = 0; self->matrix && !self->owner && i < self->matrix->n_parts; i++)
-        free(self->matrix->parts[i].planes);
+        arena_release(self->matrix->parts[i].owner);
     free(self->matrix);
     Py_XDECREF(self->owner);
     type->tp_free(object);

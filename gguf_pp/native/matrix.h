@@ -2,6 +2,7 @@
 #ifndef GGUF_PP_MATRIX_H
 #define GGUF_PP_MATRIX_H
 
+#include "arena.h"
 #include "planes.h"
 #include "team.h"
 
@@ -11,6 +12,7 @@ struct part {
     int first_block, n_blocks; /* counted through all parts */
     size_t block_bytes;        /* of one row block */
     uint8_t *planes;
+    chunk *owner; /* of the planes */
 };
 
 struct matrix {

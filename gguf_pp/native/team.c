@@ -26,6 +26,7 @@ struct team {
     int n_threads;
     void *scratch;
     size_t scratch_bytes;
+    chunk *weights;
     pthread_t threads[];
 };
 
@@ -137,6 +138,7 @@ void team_free(team *t)
     pthread_cond_destroy(&t->wake);
     pthread_mutex_destroy(&t->mutex);
     free(t->scratch);
+    arena_release(t->weights);
     free(t);
 }
 
@@ -167,6 +169,8 @@ void team_run(team *t, team_fn *fn, void *arg, int n)
             sched_yield();
     }
 }
+
+chunk **team_chunk(team *t) { return &t->weights; }
 
 void *team_scratch(team *t, size_t n_bytes)
 {

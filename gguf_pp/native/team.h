@@ -6,7 +6,7 @@
 #ifndef GGUF_PP_TEAM_H
 #define GGUF_PP_TEAM_H
 
-#include <stddef.h>
+#include "arena.h"
 
 typedef struct team team;
 typedef void team_fn(void *arg, int i);
@@ -22,5 +22,8 @@ void team_run(team *t, team_fn *fn, void *arg, int n);
 /* At least n_bytes on a 64-byte boundary, valid until the next call; NULL if memory is lacking.
  * The content is not kept. */
 void *team_scratch(team *t, size_t n_bytes);
+
+/* Where the team's device takes memory for weights from; see arena.h. */
+chunk **team_chunk(team *t);
 
 #endif

@@ -17,7 +17,6 @@ from gguf_pp.ops.base import Ops
 from gguf_pp.pipeline.executor import Executor
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, climb_down, rungs
 from gguf_pp.pipeline.placement import (
-    Sizes,
     fitting_context,
     kv_bytes,
     measure,
