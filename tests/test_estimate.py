@@ -11,6 +11,7 @@ from gguf_pp import config, fetch
 from gguf_pp.config import Options
 from gguf_pp.errors import ConfigError, DownloadError, PlacementError, UnsupportedError
 from gguf_pp.gguf import ModelFile
+from gguf_pp.pipeline import placement
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.estimate import estimate, parse_memory, resolve
 from gguf_pp.pipeline.memory import Rung
@@ -189,3 +190,14 @@ def test_a_vocabulary_cannot_be_planned(tmp_path):
     path.write_bytes(gguf([key("general.architecture", STRING, "llama")]))
     with pytest.raises(UnsupportedError, match="a vocabulary only"):
         planned(path)
+
+
+def test_with_several_slots_the_last_device_gets_fewer_layers_for_the_head():
+    class Core:
+        relative_speed = 1.0
+
+    smollm2 = placement.Sizes(0, (2214144,) * 30, 30 << 20, True, frozenset())
+    gemma3 = placement.Sizes(0, (4 << 20,) * 18, 178 << 20, True, frozenset())
+    for sizes, even, uneven in ((smollm2, 15, 17), (gemma3, 9, 10)):
+        first = [placement.place_by_time(sizes, [Core(), Core()], n)[0].stop for n in (1, 16)]
+        assert first == [even, uneven]

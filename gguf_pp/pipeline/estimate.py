@@ -216,7 +216,7 @@ def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedD
         n_ctx_train=hp.n_ctx_train,
         max_ctx_size=_largest_context(settled, model, sizes, layers, devices, rung),
         not_pipelined_because=why_not_pipelined(settled, len(devices), rung.n_copies),
-        by_time=_counts(place_by_time(sizes, devices)) if several else None,
+        by_time=_counts(place_by_time(sizes, devices, settled.n_slots)) if several else None,
         by_memory=_counts(place_by_memory(sizes, least, devices)) if several else None,
         alone=_alone(settled, model, sizes, devices, rung),
         row_bytes=hp.n_embd * 4,

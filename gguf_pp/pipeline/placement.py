@@ -15,6 +15,9 @@ from gguf_pp.pipeline.sizing import SizeLoader
 MARGIN = 0.05
 """Share of the free memory that a context chosen by us leaves alone."""
 
+HEAD_SHARE = 0.15
+"""How much of the layers' time the head may stand for where layers are split by time."""
+
 LOGITS_BYTES = 32 << 20
 """Logits are made for as many rows at a time as fit in this."""
 
@@ -132,15 +135,23 @@ def place(
         return split.split_exact(n_layers, config.layers, len(config.devices))
     if config.shares is not None:
         return split.split_by_shares(n_layers, config.shares)
-    by_time = place_by_time(sizes, devices)
+    by_time = place_by_time(sizes, devices, config.n_slots)
     if fits(devices, (sizes.of(mine) + cell_bytes * len(mine) for mine in by_time)):
         return by_time
     return place_by_memory(sizes, cell_bytes, devices)
 
 
-def place_by_time(sizes: Sizes, devices: Sequence[Device]) -> list[range]:
-    """Equal time, if a layer takes as long as it has bytes and a device is as fast as it says."""
-    return split.split_evenly(sizes.layers, [device.relative_speed for device in devices])
+def place_by_time(sizes: Sizes, devices: Sequence[Device], n_slots: int) -> list[range]:
+    """Equal time, if a layer takes as long as it has bytes and a device is as fast as it says.
+
+    Prompts need the head for one token in all, decoding for every token. With several slots it
+    counts half, but so little that prompts lose no more than HEAD_SHARE; a single stream, which
+    no split makes faster, leaves the layers even for prompts.
+    """
+    most = int(HEAD_SHARE * sum(sizes.layers))
+    head = min(sizes.head // 2, most) if n_slots > 1 else 0
+    speeds = [device.relative_speed for device in devices]
+    return split.split_evenly(sizes.layers, speeds, last_cost=head)
 
 
 def place_by_memory(sizes: Sizes, cell_bytes: int, devices: Sequence[Device]) -> list[range]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from peers import Job, LlamaCpp, Ours, alternate, ratio
+from peers import Job, LlamaCpp, Ours, alternate, quiet, ratio
 
 from gguf_pp import fetch
 
@@ -87,9 +87,10 @@ def main() -> None:
         f"{'tokens/s':34} {'devices':12} {'ours':>8} {'xllama':>8} {'ratio':>6} "
         f"{'native':>8} {'ratio':>6} {'wanted':>6}"
     )
-    for row in ROWS:
-        if args.only in row.job.title:
-            measure(row, args.repetitions)
+    with quiet():
+        for row in ROWS:
+            if args.only in row.job.title:
+                measure(row, args.repetitions)
 
 
 if __name__ == "__main__":

@@ -90,12 +90,11 @@ class LlamaCpp:
         params.cpuparams.n_threads = n_threads
         params.cpuparams_batch.n_threads = n_threads
         self.n_vocab = 0
-        with quiet():
-            self.server = xllamacpp.Server(params)
+        self.server = xllamacpp.Server(params)
 
     def __call__(self, job: Job, seed: int) -> float:
         prompts = job.prompts(self.n_vocab, seed)
-        with quiet(), ThreadPoolExecutor(job.n_streams) as pool:
+        with ThreadPoolExecutor(job.n_streams) as pool:
             start = perf_counter()
             timings = list(pool.map(lambda p: self._complete(p, job.n_gen), prompts))
             seconds = perf_counter() - start
@@ -121,13 +120,12 @@ class LlamaCpp:
         return timings
 
     def close(self) -> None:
-        with quiet():
-            del self.server
+        del self.server
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """llama.cpp logs to the file descriptor; keep it off the terminal."""
+    """llama.cpp logs to the file descriptor, from threads of its own; keep it off the terminal."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
