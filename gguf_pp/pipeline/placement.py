@@ -15,7 +15,7 @@ from gguf_pp.pipeline.sizing import SizeLoader
 MARGIN = 0.05
 """Share of the free memory that a context chosen by us leaves alone."""
 
-HEAD_SHARE = 0.15
+HEAD_SHARE = 0.25
 """How much of the layers' time the head may stand for where layers are split by time."""
 
 LOGITS_BYTES = 32 << 20
@@ -145,11 +145,11 @@ def place_by_time(sizes: Sizes, devices: Sequence[Device], n_slots: int) -> list
     """Equal time, if a layer takes as long as it has bytes and a device is as fast as it says.
 
     Prompts need the head for one token in all, decoding for every token. With several slots it
-    counts half, but so little that prompts lose no more than HEAD_SHARE; a single stream, which
-    no split makes faster, leaves the layers even for prompts.
+    counts, up to HEAD_SHARE of the layers, which is also the most that prompts lose; a single
+    stream, which no split makes faster, leaves the layers even for prompts.
     """
     most = int(HEAD_SHARE * sum(sizes.layers))
-    head = min(sizes.head // 2, most) if n_slots > 1 else 0
+    head = min(sizes.head, most) if n_slots > 1 else 0
     speeds = [device.relative_speed for device in devices]
     return split.split_evenly(sizes.layers, speeds, last_cost=head)
 
