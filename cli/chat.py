@@ -1,5 +1,6 @@
 """A conversation: the history, and what is typed next."""
 
+import select
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,9 @@ def _ask() -> str | None:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
+            # A Ctrl-C just before a blocking read would be seen only after the next line.
+            while not select.select([sys.stdin], [], [], 0.1)[0]:
+                pass
         line = sys.stdin.readline() if sys.stdin else ""
         said = line.strip()
         if not line or said == "/exit":
