@@ -62,6 +62,7 @@ def number_or_auto(text: str) -> int | None:
 
 _model = functools.partial(typer.Option, rich_help_panel="Model", show_default=False)
 _place = functools.partial(typer.Option, rich_help_panel="Devices and split")
+_remote = functools.partial(typer.Option, rich_help_panel="Other machines")
 _size = functools.partial(typer.Option, rich_help_panel="Context and batches")
 _sample = functools.partial(typer.Option, rich_help_panel="Sampling")
 
@@ -101,6 +102,15 @@ class EngineFlags:
             metavar="NAME,...",
             help="Devices in pipeline order: cpu, or cpu:0,cpu:1.",
             show_default="cpu",
+        ),
+    ] = None
+    rpc: Annotated[
+        str | None,
+        _place(
+            "--rpc",
+            metavar="HOST:PORT,...",
+            help="Workers on other machines, after --device; the same as tcp://host:port there.",
+            show_default=False,
         ),
     ] = None
     split_mode: Annotated[
@@ -170,6 +180,30 @@ class EngineFlags:
             show_default="what is available",
         ),
     ] = None
+    wire: Annotated[
+        str, _remote("--wire", metavar="f32|f16", help="Hidden states on their way.")
+    ] = "f32"
+    timeout: Annotated[
+        float, _remote("--timeout", metavar="S", help="Silence after which a worker is gone.")
+    ] = 15.0
+    secret_file: Annotated[
+        Path | None,
+        _remote(
+            "--secret-file",
+            metavar="FILE",
+            help="The secret that workers ask for; also $GGUF_PP_SECRET.",
+            show_default=False,
+        ),
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        _remote(
+            "--tls-ca",
+            metavar="FILE",
+            help="Connect with TLS, and believe this certificate, or what it signed.",
+            show_default=False,
+        ),
+    ] = None
     ctx_size: Annotated[
         int | None,
         _size(
@@ -233,6 +267,11 @@ class EngineFlags:
             kernels=self.kernels,
             exact=self.exact,
             memory=self.memory,
+            rpc=self.rpc,
+            wire=self.wire,
+            timeout=self.timeout,
+            secret_file=None if self.secret_file is None else str(self.secret_file),
+            tls_ca=None if self.tls_ca is None else str(self.tls_ca),
             override_kv=tuple(self.override_kv or ()),
         )
 

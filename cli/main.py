@@ -1,6 +1,8 @@
 """`gguf-pp`: find the subcommand, run it, turn failures into two lines and an exit code."""
 
+import atexit
 import errno
+import gc
 import io
 import os
 import sys
@@ -25,11 +27,14 @@ COMMANDS = {
     "plan": "Say what a run would do, without loading the model.",
     "inspect": "Show what is in a GGUF file.",
     "devices": "List the devices of this machine.",
+    "worker": "Lend this machine's devices to another one.",
     "perplexity": "Measure how well a model predicts a text.",
     "pull": "Download a known model, or list those that are known.",
 }
 """One line of help by name. A command is the function of that name in the module of that name,
 imported only when it is wanted; its docstring is its own help."""
+
+ALIASES = {"rpc-server": "worker", "remote-backend": "worker"}
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -37,9 +42,13 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0 on success, 1 on a failure the user can fix, 2 on bad usage, 130 on ^C."""
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    args[0] = ALIASES.get(args[0], args[0])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A character that the terminal's encoding lacks must not end a generation.
         sys.stdout.reconfigure(errors="replace")
+    # What is still there at the exit goes with the process; a last look for garbage takes longer
+    # than the rest of the exit.
+    atexit.register(gc.freeze)
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     try:

@@ -5,27 +5,32 @@ with gguf_pp.load("model.gguf", devices=["cpu:0", "cpu:1"]) as llm:
         print(piece, end="")
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gguf_pp import arch, fetch
-from gguf_pp.backend.trace import Trace
 from gguf_pp.config import Options, resolve
-from gguf_pp.engine import Engine, FinishReason, Request
 from gguf_pp.errors import ConfigError, FormatError, TemplateError
 from gguf_pp.gguf import ModelFile
-from gguf_pp.pipeline.build import Pipeline
+from gguf_pp.request import FinishReason, Request
 from gguf_pp.sampling import SamplingParams
 from gguf_pp.text import TextStream
-from gguf_pp.tokenizer import ChatTemplate, Tokenizer
+from gguf_pp.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gguf_pp.backend.trace import Trace
+    from gguf_pp.engine import Engine
+    from gguf_pp.pipeline.stage import DeviceUse
 
 Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
@@ -66,6 +71,11 @@ class LoadOptions(TypedDict, total=False):
     exact: bool
     memory: str | None
     override_kv: tuple[str, ...]
+    rpc: str | None
+    wire: str
+    timeout: float
+    secret_file: str | None
+    tls_ca: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +94,6 @@ class Completion:
     prompt_tokens_per_s: float | None
     decode_tokens: int
     decode_tokens_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUse:
-    """What one stage holds. `layers` is half open; buffers are the rotating copies and scratch."""
-
-    name: str
-    layers: tuple[int, int]
-    weight_bytes: int
-    kv_bytes: int
-    buffer_bytes: int
-    free_bytes: int
-    kernels: str
 
 
 class Generation(Iterator[str]):
@@ -195,6 +192,10 @@ class LLM:
         arch.build(self._file.metadata)
         self._tokenizer = Tokenizer.from_metadata(self._file.metadata)
         _check_vocabulary(self._file, self._tokenizer)
+        # Here, because what is wrong with a file should not be told seconds later, after torch.
+        from gguf_pp.engine import Engine
+        from gguf_pp.pipeline.build import Pipeline
+
         self._pipeline = Pipeline(self._file, config, progress)
         self._engine = Engine(self._pipeline, self._tokenizer.eog_ids)
 
@@ -234,19 +235,11 @@ class LLM:
         return self._pipeline.trace
 
     def devices(self) -> list[DeviceUse]:
-        """What each device holds, in pipeline order."""
-        return [
-            DeviceUse(
-                name=stage.backend.name,
-                layers=(stage.layers.start, stage.layers.stop),
-                weight_bytes=stage.weight_bytes,
-                kv_bytes=stage.kv_bytes,
-                buffer_bytes=stage.ring.n_bytes + stage.scratch_bytes,
-                free_bytes=stage.backend.memory().free_bytes,
-                kernels=stage.ops.name,
-            )
-            for stage in self._pipeline.stages
-        ]
+        """What each device holds, in the order of its layers."""
+        uses: dict[str, DeviceUse] = {}
+        for use in (use for stage in self._pipeline.stages for use in stage.uses()):
+            uses[use.name] = uses[use.name] + use if use.name in uses else use
+        return sorted(uses.values(), key=lambda use: use.layers)
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
         """Ids of `text`, with BOS if the model wants one; `special` parses control tokens."""
@@ -268,6 +261,9 @@ class LLM:
             raise TemplateError(
                 "the model has no chat template", hint="give one with --chat-template-file"
             )
+        # Here, because most programs that generate do not chat, and need no Jinja.
+        from gguf_pp.tokenizer import ChatTemplate
+
         chat = ChatTemplate(source, bos=self._tokenizer.bos_text, eos=self._tokenizer.eos_text)
         return self._tokenizer.encode_chat(chat.render(messages))
 
@@ -330,6 +326,8 @@ class LLM:
         Returns the log-probability of ids[t + 1] after ids[: t + 1], float32 [T - 1]; and the
         `n_top` best ids [T - 1, n_top] and their log-probabilities, best first.
         """
+        import torch
+
         n = len(ids) - 1
         n_top = min(n_top, self._pipeline.n_vocab)
         of_next = np.empty(max(n, 0), dtype=np.float32)

@@ -2,18 +2,21 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gguf_pp.errors import ConfigError
+from gguf_pp.net.address import Endpoint, parse_endpoint
 
 MAX_COPIES = 16
 DEFAULT_UBATCH_SIZE = 512
 DEFAULT_COPIES = 2
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 3600.0
 MAX_SHARES = 1e100  # a product with a number of layers stays finite
 
 SplitMode = Literal["none", "layer"]
 Kernels = Literal["auto", "native", "torch"]
+Wire = Literal["f32", "f16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +24,7 @@ class Options:
     """Flags as given. A field has the name of its flag; None is a flag not given, or "auto"."""
 
     device: str | None = None
+    rpc: str | None = None
     split_mode: str = "layer"
     tensor_split: str | None = None
     layers: str | None = None
@@ -38,17 +42,22 @@ class Options:
     exact: bool = False
     memory: str | None = None
     override_kv: tuple[str, ...] = ()
+    wire: str = "f32"
+    timeout: float = 15.0
+    secret_file: str | None = None
+    tls_ca: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device by name: `kind` "cpu" and an index, or None for all cores; `share` of the layers
-    if shares were given; its `threads` if those were."""
+    """A device by name: `kind` "cpu" and an index, or None for all cores; or `kind` "tcp", the
+    devices of a worker at `endpoint`, or one of them. Its `threads` if those were given."""
 
     name: str
     kind: str
-    index: int | None
+    index: int | None = None
     threads: int | None = None
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +79,10 @@ class RuntimeConfig:
     exact: bool
     memory_bytes: int | None
     override_kv: tuple[str, ...]
+    wire: Wire
+    timeout_s: float
+    secret_file: str | None
+    tls_ca: str | None
     notes: tuple[str, ...]
 
     @property
@@ -80,10 +93,10 @@ class RuntimeConfig:
 
 def resolve(asked: Options) -> RuntimeConfig:
     """Check every flag and settle what does not depend on the model; raises ConfigError."""
-    named = parse_devices("cpu" if asked.device is None else asked.device)
+    named = parse_devices(_names(asked))
     notes: list[str] = []
     devices, shares, layers = _split(asked, _with_threads(named, asked.threads), notes)
-    if asked.n_gpu_layers is not None and all(d.kind == "cpu" for d in devices):
+    if asked.n_gpu_layers is not None and all(d.kind != "cuda" for d in devices):
         _n_gpu_layers(asked.n_gpu_layers)
         notes.append("-ngl has no effect: there is no GPU among the devices")
     _sizes(asked)
@@ -91,7 +104,7 @@ def resolve(asked: Options) -> RuntimeConfig:
         devices=devices,
         shares=shares,
         layers=layers,
-        n_copies=_copies(asked.n_copies, len(devices), notes),
+        n_copies=_copies(asked.n_copies, devices, notes),
         ctx_size=asked.ctx_size or None,
         batch_size=asked.batch_size,
         ubatch_size=asked.ubatch_size,
@@ -104,31 +117,49 @@ def resolve(asked: Options) -> RuntimeConfig:
         exact=asked.exact,
         memory_bytes=None if asked.memory is None else parse_bytes("--memory", asked.memory),
         override_kv=asked.override_kv,
+        wire=_wire(asked.wire),
+        timeout_s=_timeout(asked.timeout),
+        secret_file=asked.secret_file,
+        tls_ca=asked.tls_ca,
         notes=tuple(notes),
     )
 
 
+def _names(asked: Options) -> str:
+    """`--device`, and after it the workers of `--rpc`."""
+    device = "cpu" if asked.device is None else asked.device
+    if asked.rpc is None:
+        return device
+    return ",".join([device, *(f"tcp://{peer.strip()}" for peer in asked.rpc.split(","))])
+
+
 def parse_devices(text: str) -> tuple[Device, ...]:
-    """`cpu`, or `cpu:0,cpu:1`: names in pipeline order."""
-    devices = []
-    for name in text.split(","):
-        match = re.fullmatch(r"cpu(?::(\d{1,4}))?", name.strip())
-        if match is None:
-            raise ConfigError(
-                f"no device {name.strip()!r}",
-                hint="devices of this version: cpu (all cores), or cpu:0,cpu:1,... (equal shares)",
-            )
-        index = None if match[1] is None else int(match[1])
-        devices.append(Device("cpu" if index is None else f"cpu:{index}", "cpu", index))
+    """`cpu`, `cpu:0,cpu:1`, `cpu,tcp://host:port`: names in pipeline order."""
+    devices = tuple(_parse_device(name.strip()) for name in text.split(","))
     names = [d.name for d in devices]
     if repeated := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigError(f"device {repeated[0]!r} is named twice")
-    if "cpu" in names and len(names) > 1:
+    if "cpu" in names and sum(d.kind == "cpu" for d in devices) > 1:
         raise ConfigError(
             "cpu is all cores and leaves none for another device",
             hint="name shares of the cores instead: cpu:0,cpu:1",
         )
-    return tuple(devices)
+    return devices
+
+
+def _parse_device(name: str) -> Device:
+    if name.startswith(("tcp://", "rpc:")):
+        endpoint = parse_endpoint(name)
+        return Device(str(endpoint), "tcp", endpoint=endpoint)
+    match = re.fullmatch(r"cpu(?::(\d{1,4}))?", name)
+    if match is None:
+        raise ConfigError(
+            f"no device {name!r}",
+            hint="devices of this version: cpu (all cores), or cpu:0,cpu:1,... (equal shares), "
+            "and tcp://host:port for those of another machine",
+        )
+    index = None if match[1] is None else int(match[1])
+    return Device("cpu" if index is None else f"cpu:{index}", "cpu", index)
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
@@ -237,17 +268,36 @@ def _with_threads(devices: tuple[Device, ...], threads: str | None) -> tuple[Dev
         raise ConfigError(f"--threads has {len(counts)} numbers for {len(devices)} devices")
     if max(counts) > 1024:
         raise ConfigError(f"--threads cannot be {max(counts)}", hint="at most 1024")
-    return tuple(Device(d.name, d.kind, d.index, n) for d, n in zip(devices, counts, strict=True))
+    return tuple(replace(d, threads=n) for d, n in zip(devices, counts, strict=True))
 
 
-def _copies(asked: int | None, n_devices: int, notes: list[str]) -> int:
+def _wire(value: str) -> Wire:
+    _choice("--wire", value, ("f32", "f16"))
+    return value  # type: ignore[return-value]
+
+
+def _timeout(seconds: float) -> float:
+    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:  # NaN is neither
+        raise ConfigError(
+            f"--timeout cannot be {seconds:g}",
+            hint=f"seconds, {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g}",
+        )
+    return seconds
+
+
+def _copies(asked: int | None, devices: Sequence[Device], notes: list[str]) -> int:
     if asked is not None and not 1 <= asked <= MAX_COPIES:
         raise ConfigError(f"--n-copies cannot be {asked}", hint=f"1 to {MAX_COPIES}, or auto")
-    if n_devices == 1:
+    # A worker's name without a device stands for all that it has.
+    if len(devices) == 1 and not _may_be_several(devices[0]):
         if asked is not None and asked > 1:
             notes.append(f"--n-copies {asked} has no effect: there is one device")
         return 1
     return DEFAULT_COPIES if asked is None else asked
+
+
+def _may_be_several(device: Device) -> bool:
+    return device.endpoint is not None and device.endpoint.device is None
 
 
 def _sizes(asked: Options) -> None:

@@ -14,67 +14,20 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from gguf_pp.batch import Span, UBatch
-from gguf_pp.errors import RequestError
+from gguf_pp.errors import PlacementError, RemoteError, RequestError
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.executor import Take, Ticket
 from gguf_pp.pipeline.groups import auto_ubatch_size, choose_groups, fit_stage_time
-from gguf_pp.pipeline.stage import LayerStage
+from gguf_pp.request import FinishReason, Request
 from gguf_pp.sampling import Sampler, SamplingParams
-
-FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 REGROUP_STEPS = 16
 """Ubatches between two choices of the number of groups."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One sequence, from its prompt to its last token. Times are perf_counter seconds.
-
-    Tokens, by where they are (`n_queued` cells are computed or on their way):
-        [0, n_queued)         in the KV cache once their ubatches are through
-        [n_queued, n_prompt)  of the prompt, still to be queued
-        the last one          sampled, and queued next
-    The request ends when it has `limit` tokens, prompt included. `turn` is the number of its last
-    ubatch.
-    """
-
-    prompt: tuple[int, ...]
-    sampler: Sampler
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    slot: int = -1
-    n_queued: int = 0
-    n_cached: int = 0
-    n_in_flight: int = 0
-    turn: int = 0
-    finish_reason: FinishReason | None = None
-    error: BaseException | None = None
-    added_s: float = 0.0
-    started_s: float = 0.0
-    first_token_s: float = 0.0
-    finished_s: float = 0.0
-
-    @property
-    def generated(self) -> list[int]:
-        """Tokens after the prompt."""
-        return self.tokens[len(self.prompt) :]
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether some of the prompt is still to be queued."""
-        return self.n_queued < len(self.prompt)
-
-    @property
-    def ready(self) -> bool:
-        """Whether a sampled token waits to be queued."""
-        return not self.in_prompt and self.n_queued < len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -86,6 +39,10 @@ class _Flight:
     emitting: list[Request]
     tokens: list[int]
     decodes: bool
+
+
+class _Cancelled(Exception):
+    """Nobody waits for what this ubatch computes."""
 
 
 class Engine:
@@ -143,15 +100,21 @@ class Engine:
             raise RequestError(f"token id {bad[0]} is outside of the vocabulary of {n_vocab}")
 
     def cancel(self, request: Request) -> None:
-        """End a request now. Its slot is free once its ubatches in flight are through."""
+        """End a request now. Its slot is free after the next step: what is computed at this moment
+        is finished, what was queued of it is not begun."""
         if request in self._waiting:
             self._waiting.remove(request)
         if request.finish_reason is None:
             self._finish(request, "cancelled")
+        for flight in self._flights:
+            if all(other.finish_reason is not None for other in flight.requests):
+                flight.ticket.skip(_Cancelled())
         self._leave_if_idle(request)
 
     def step(self) -> bool:
         """Queue what may go, then wait for the oldest ubatch; False when nothing is left to do."""
+        if self.pipeline.broken:
+            self._mend()
         start = time.perf_counter()
         self._admit()
         while (flight := self._next_flight()) is not None:
@@ -161,7 +124,29 @@ class Engine:
         if self.pipeline.executor.pipelined:  # otherwise queueing includes the devices' work
             self._host_s += 0.1 * (time.perf_counter() - start - self._host_s)
         self._land()
+        while self._flights and self._flights[0].ticket.error is not None:
+            self._land()
         return True
+
+    def _mend(self) -> Exception | None:
+        """A worker was lost, and with it the cache of every sequence: those that run have failed.
+
+        Those that wait go on with a new session; if there is none to be had they fail too, with the
+        reason that is returned.
+        """
+        self.drain()
+        for request in list(self._active):
+            lost = RemoteError("a worker was lost, and the sequence with it")
+            self._fail(request, lost)
+            self._leave_if_idle(request)
+        self._slot_tokens = [[] for _ in range(self.n_slots)]
+        try:
+            self.pipeline.revive()
+        except (RemoteError, PlacementError) as exc:
+            while self._waiting:
+                self._fail(self._waiting.popleft(), exc)
+            return exc
+        return None
 
     def drain(self) -> None:
         """Wait for everything in flight, whatever comes of it."""
@@ -183,6 +168,8 @@ class Engine:
         """
         self._check(tokens, room=0)
         self.drain()
+        if self.pipeline.broken and (failure := self._mend()) is not None:
+            raise failure
         if not self._free_slots:
             raise RequestError("no slot is free", hint="finish or cancel a request first")
         slot = min(self._free_slots)
@@ -220,7 +207,7 @@ class Engine:
 
     def _next_flight(self) -> _Flight | None:
         """Queue a decode group if one may go, else a part of the prompts, else nothing."""
-        n_stages = len(self.pipeline.stages)
+        n_stages = self.pipeline.depth
         decoding = [r for r in self._active if r.finish_reason is None and not r.in_prompt]
         ready = [r for r in decoding if r.ready]
         if ready and sum(f.decodes for f in self._flights) < self._groups(len(decoding)):
@@ -235,11 +222,12 @@ class Engine:
 
     def _groups(self, n_decoding: int) -> int:
         """How many groups may be in flight, chosen anew every few ubatches."""
-        n_stages = len(self.pipeline.stages)
+        n_stages = self.pipeline.depth
         if not self.pipeline.executor.pipelined:
             self.n_groups = 1
         elif self._n_decodes % REGROUP_STEPS == 0 or self.n_groups > n_decoding:
-            fits = [fit for stage in self.pipeline.stages if (fit := _fit_decode(stage))]
+            recents = [recent for stage in self.pipeline.stages for recent in stage.recents]
+            fits = [fit for recent in recents if (fit := _fit_decode(recent))]
             if len(fits) == n_stages:
                 a, b = max(fits, key=lambda fit: fit[0] + fit[1] * n_decoding)
                 self.n_groups = choose_groups(n_decoding, n_stages, a, b, self._host_s)
@@ -271,8 +259,8 @@ class Engine:
         if self.pipeline.config.ubatch_size is not None or not self.pipeline.executor.pipelined:
             return limit
         stages = self.pipeline.stages
-        overhead = max(stage.ops.overhead_rows for stage in stages)
-        return auto_ubatch_size(n_tokens, len(stages), overhead, limit)
+        overhead = max(stage.overhead_rows for stage in stages)
+        return auto_ubatch_size(n_tokens, self.pipeline.depth, overhead, limit)
 
     def _submit(self, parts: Sequence[tuple[Request, int]], *, decodes: bool) -> _Flight:
         tokens: list[int] = []
@@ -314,9 +302,7 @@ class Engine:
         self._flights.popleft()
         if failure is not None:
             for request in flight.requests:
-                request.error = failure
-                if request.finish_reason is None:
-                    self._finish(request, "error")
+                self._fail(request, failure)
         else:
             for request, token in zip(flight.emitting, flight.tokens, strict=True):
                 self._receive(request, token)
@@ -335,6 +321,12 @@ class Engine:
         elif len(request.tokens) >= min(request.limit, self.ctx_size):
             self._finish(request, "length")
 
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.has_gaps = True
+        if request.finish_reason is None:
+            request.error = error
+            self._finish(request, "error")
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.finished_s = time.perf_counter()
@@ -345,14 +337,14 @@ class Engine:
             return
         self._active.remove(request)
         self._slot_tokens[request.slot] = (
-            [] if request.error is not None else request.tokens[: request.n_queued]
+            [] if request.has_gaps else request.tokens[: request.n_queued]
         )
         self._free_slots.add(request.slot)
 
 
-def _fit_decode(stage: LayerStage) -> tuple[float, float] | None:
+def _fit_decode(recent: Iterable[tuple[int, int, float]]) -> tuple[float, float] | None:
     """Seconds = a + b rows of a stage's recent ubatches in which every row decoded."""
-    recent = tuple(stage.recent)  # at once: the stage's own thread appends
+    recent = tuple(recent)  # at once: the stage's own thread appends
     return fit_stage_time((n, seconds) for n, n_out, seconds in recent if n == n_out)
 
 

@@ -5,7 +5,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,10 +18,11 @@ from gguf import LlamaFileType
 from gguf_pp import __version__
 from gguf_pp.backend.trace import Slice
 from gguf_pp.bench import Case, Row
-from gguf_pp.engine import Engine, Request
+from gguf_pp.engine import Engine
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.plan import bubble
+from gguf_pp.request import Request
 from gguf_pp.sampling import SamplingParams
 from gguf_pp.timeline import Summary, Timeline, Waiting, summarize
 
@@ -55,24 +56,29 @@ def measure(
     repetitions: int = 3,
     warm_up: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield the result of each case in order, as soon as it is there; raises GgufPpError.
 
-    Speed-ups are against cases that came before. `progress` is told cases done and in all.
+    Speed-ups are against cases that came before; a case may come again. `progress` is told cases
+    done and in all.
     """
     speeds: dict[Case, float] = {}
-    progress(0, len(cases))
+    n_done = 0
+    progress(n_done, len(cases))
     if not cases:
         return
     with ModelFile.open(path, cases[0].config.override_kv) as file:
         for _, group in groupby(cases, key=lambda case: case.config):
             alike = list(group)
             with _loaded(file, alike) as bench:
-                for case in alike:
-                    runs = bench.repeat(case, repetitions, warm_up=warm_up)
+                for i, case in enumerate(alike):
+                    runs = bench.repeat(
+                        case, repetitions, warm_up=warm_up and case not in alike[:i]
+                    )
                     speeds[case] = statistics.median(run.tokens_per_s for run in runs)
                     yield bench.result(case, runs, speeds)
-                    progress(len(speeds), len(cases))
+                    n_done += 1
+                    progress(n_done, len(cases))
 
 
 @contextmanager
@@ -165,7 +171,7 @@ class _Bench:
         stages = self._pipeline.stages
         middle = sorted(runs, key=lambda run: run.tokens_per_s)[len(runs) // 2]
         layers = tuple(len(stage.layers) for stage in stages)
-        devices = tuple(stage.backend.name for stage in stages)
+        devices = tuple(stage.name for stage in stages)
         timeline = Timeline(middle.slices, devices, layers)
         return Result(self._row(case, runs, speeds, timeline), timeline)
 
@@ -191,8 +197,8 @@ class _Bench:
             quantization=quantization(file),
             devices=timeline.devices,
             layers_per_device=timeline.layers,
-            threads=tuple(stage.backend.n_threads for stage in stages),
-            kernels=tuple(stage.ops.name for stage in stages),
+            threads=tuple(stage.n_threads for stage in stages),
+            kernels=tuple(stage.kernels for stage in stages),
             n_copies=pipeline.rung.n_copies,
             pipeline=not pipeline.reason,
             pipeline_reason=pipeline.reason or None,

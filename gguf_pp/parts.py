@@ -105,9 +105,11 @@ def load_embedding(load: Loader, hp: HParams) -> Matrix:
 def load_head(load: Loader, hp: HParams) -> Head:
     """Final norm and output, tied to the embedding where the file has no output."""
     name = "output.weight" if load.has("output.weight") else "token_embd.weight"
+    # A worker with the head alone has no embedding to compare with.
+    n_vocab = load.n_rows("token_embd.weight" if load.has("token_embd.weight") else name)
     return Head(
         norm=load.vector("output_norm.weight", hp.n_embd),
-        output=load.matrix((name, load.n_rows("token_embd.weight")), n_cols=hp.n_embd),
+        output=load.matrix((name, n_vocab), n_cols=hp.n_embd),
         eps=hp.eps,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from gguf_pp import arch
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Backend, OutOfMemory
+from gguf_pp.backend.cpu import Budget, CpuBackend
 from gguf_pp.backend.open import open_devices
 from gguf_pp.batch import Span, UBatch
 from gguf_pp.config import RuntimeConfig
@@ -24,6 +25,7 @@ from gguf_pp.pipeline.groups import auto_ubatch_size
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung
 from gguf_pp.pipeline.placement import fits, kv_bytes, measure, need_of, place
+from gguf_pp.pipeline.split import Part
 from gguf_pp.pipeline.stage import call
 from gguf_pp.tune import Job
 
@@ -31,7 +33,7 @@ T = TypeVar("T")
 
 DEPTH = 64
 """Tokens that every sequence has in the cache while layers are timed."""
-MIN_SECONDS = 0.3
+MIN_SECONDS = 1.0
 MIN_PASSES = 3
 N_COPIES_TIMED = 20
 
@@ -59,7 +61,7 @@ class ModelProbe:
         self._file, self._config, self._n_ctx = file, config, n_ctx
         self._model: Model = arch.build(file.metadata)
         self._sizes = measure(file, self._model, n_ctx)
-        self._backends = open_devices(config.devices, config.memory_bytes)
+        self._backends = open_devices(config.devices, Budget(config.memory_bytes))
         self._devices = [_Device(backend, config) for backend in self._backends]
 
     @property
@@ -90,7 +92,9 @@ class ModelProbe:
     def fits(self, i_device: int, layers: range) -> bool:
         """Whether a device has the memory for layers, their KV cache and buffers."""
         rung = Rung(self._config.n_copies, self._config.max_ubatch_size, self._n_ctx)
-        need = need_of(self._config, self._model, self._sizes, layers, rung)
+        n_layers = self._model.hp.n_layers
+        part = Part(layers, embeds=layers.start == 0, heads=layers.stop == n_layers)
+        need = need_of(self._config, self._model, self._sizes, part, rung)
         return fits([self._backends[i_device]], [need.total])
 
     def layers_s(self, layers: Sequence[int], job: Job) -> list[float]:
@@ -167,7 +171,7 @@ class ModelProbe:
         self, load: Callable[[_Device], T], timed: Callable[[_Device, T], float], n_bytes: int
     ) -> list[float]:
         """Load `n_bytes` of weights on every device, then time them on all at the same time."""
-        taken: list[Backend] = []
+        taken: list[CpuBackend] = []
         try:
             for backend in self._backends:
                 backend.reserve(n_bytes, "weights to time")

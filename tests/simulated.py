@@ -31,9 +31,10 @@ class SimStage:
         self.world = world
         self.backend = SimBackend(world, f"sim:{i_stage}")
         self.ring = Ring(
-            self.backend, n_copies, 8, WIDTH, first=i_stage == 0, last=i_stage == n_stages - 1
+            self.backend, n_copies, 8, WIDTH, inp=i_stage > 0, out=i_stage < n_stages - 1
         )
-        self.compute = self.backend.stream("compute", compute=True)
+        self.compute = self.intake = self.backend.stream("compute", compute=True)
+        self.elapsed_s = None
         self.transfer = None if i_stage == n_stages - 1 else self.backend.stream("transfer")
         self._i_stage = i_stage
         self._seconds = seconds
@@ -45,6 +46,9 @@ class SimStage:
         if copy.inp is not None:
             assert isinstance(copy.inp, SimBuffer)
             self._work = copy.inp.read()[: ubatch.n_rows].clone()
+
+    def abandon(self, copy: Copy, ubatch: UBatch) -> None:
+        self._work = None
 
     def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
         i_ubatch = ubatch.spans[0].slot

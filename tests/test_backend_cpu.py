@@ -343,7 +343,7 @@ def test_without_proc_the_size_of_the_memory_is_known(tmp_path):
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_devices_are_opened_in_order_with_their_threads_and_one_budget():
     asked = [Device("cpu:1", "cpu", 1, 5), Device("cpu:0", "cpu", 0)]
-    one, two = open_devices(asked, 123)
+    one, two = open_devices(asked, Budget(123))
     assert (one.name, two.name) == ("cpu:1", "cpu:0")
     assert (one.cores, two.cores) == tuple(share_cores(2))
     assert (one.n_threads, two.n_threads) == (5, len(two.cores))

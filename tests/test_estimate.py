@@ -194,6 +194,7 @@ def test_a_vocabulary_cannot_be_planned(tmp_path):
 
 def test_with_several_slots_the_last_device_gets_fewer_layers_for_the_head():
     class Core:
+        local = True
         relative_speed = 1.0
 
     smollm2 = placement.Sizes(0, (2214144,) * 30, 30 << 20, True, frozenset())

@@ -21,11 +21,13 @@ PATIENCE_S = 30
 class ToyStage:
     """A stage on a real device: its arithmetic is that of `simulated`, its pace is random."""
 
+    elapsed_s = None
+
     def __init__(self, backend, i_stage, n_stages, n_copies, seed, meet=None):
         last = i_stage == n_stages - 1
         self.backend = backend
-        self.ring = Ring(backend, n_copies, 8, WIDTH, first=i_stage == 0, last=last)
-        self.compute = backend.stream(f"stage {i_stage} compute", compute=True)
+        self.ring = Ring(backend, n_copies, 8, WIDTH, inp=i_stage > 0, out=not last)
+        self.compute = self.intake = backend.stream(f"stage {i_stage} compute", compute=True)
         self.transfer = (
             None if last else Dawdling(backend.stream(f"stage {i_stage} transfer"), seed)
         )
@@ -39,6 +41,9 @@ class ToyStage:
         if copy.inp is not None:
             self._work = copy.inp.tensor[: ubatch.n_rows].clone()
             copy.inp.tensor.fill_(float("nan"))
+
+    def abandon(self, copy, ubatch):
+        self._work = None
 
     def forward(self, copy, ubatch, take):
         self._meet(self._i_stage, ubatch.spans[0].slot)

@@ -10,22 +10,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors"},
-    {"config", "gguf", "fetch", "native"},  # no torch at or below this line
-    {"quants", "tokenizer", "backend", "batch"},
+    {"gguf", "fetch", "native", "batch"},
+    {"wire"},
+    {"net"},
+    {"config"},  # no torch at or below this line
+    {"quants", "tokenizer", "backend"},
     {"ops", "sampling", "text"},
-    {"arch"},
+    {"arch", "request", "triton"},
     {"parts"},
     {"decoder"},
     {"models"},
     {"pipeline"},
-    {"engine", "timeline", "tune"},
-    {"api", "bench", "trace_file", "probe"},
+    {"worker", "engine", "timeline", "tune"},
+    {"api", "bench", "trace_file", "probe", "doctor"},
     {"measure"},
     {"cli"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-TORCH_FREE_RANKS = 2
+TORCH_FREE_RANKS = 5
 TORCH_FREE = (
     "gguf_pp",
     "gguf_pp.errors",
@@ -41,6 +44,8 @@ TORCH_FREE = (
     "gguf_pp.sampling",
     "gguf_pp.text",
     "gguf_pp.tokenizer",
+    "gguf_pp.wire",
+    "gguf_pp.net",
     "gguf_pp.arch",
     "gguf_pp.models.llama",
     "gguf_pp.pipeline.estimate",

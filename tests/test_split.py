@@ -5,7 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gguf_pp.errors import ConfigError, PlacementError
-from gguf_pp.pipeline.split import ranges_of, split_by_shares, split_evenly, split_exact
+from gguf_pp.pipeline.split import (
+    Part,
+    parts_of,
+    ranges_of,
+    split_by_shares,
+    split_evenly,
+    split_exact,
+)
 
 SHARES = st.lists(st.floats(1e-3, 1e12), min_size=1, max_size=6)
 
@@ -105,7 +112,11 @@ def test_exact_counts_must_fit_with_both_numbers_named(counts, n_devices, says):
     ],
 )
 def test_costs_are_spread_evenly(costs, capacities, ends, counts):
-    assert sizes(split_evenly(costs, capacities, *ends)) == counts
+    assert sizes(split_evenly(costs, capacities, extras(*ends, len(capacities)))) == counts
+
+
+def extras(first, last, n_stages):
+    return [first * (i == 0) + last * (i == n_stages - 1) for i in range(n_stages)]
 
 
 def fullest(costs, capacities, first, last, edges):
@@ -127,7 +138,7 @@ def problems(draw):
 @given(problems())
 def test_no_other_split_has_a_less_burdened_fullest_device(problem):
     costs, capacities, first, last = problem
-    ranges = split_evenly(costs, capacities, first, last)
+    ranges = split_evenly(costs, capacities, extras(first, last, len(capacities)))
     assert is_partition(ranges, len(costs))
     assert all(ranges)
     edges = [0, *(layers.stop for layers in ranges)]
@@ -154,3 +165,44 @@ def test_a_device_without_room_gets_as_little_as_can_be():
 def test_more_devices_than_layers_are_refused():
     with pytest.raises(PlacementError, match="2 layers cannot be split over 3 devices"):
         split_evenly([1, 1], (1, 1, 1))
+
+
+HERE, AWAY = True, False
+
+
+def described(local, counts=(2, 1, 3)):
+    """Stages as (device, layers, ends)."""
+    layers = ranges_of(counts[: len(local)])
+    return [
+        (i, [*part.layers], "e" * part.embeds + "h" * part.heads + "t" * part.has_table)
+        for i, part in parts_of(layers, local)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("local", "stages"),
+    [
+        ((HERE,), [(0, [0, 1], "eh")]),
+        ((AWAY,), [(0, [0, 1], "eh")]),
+        ((HERE, HERE), [(0, [0, 1], "e"), (1, [2], "h")]),
+        ((AWAY, AWAY), [(0, [0, 1], "e"), (1, [2], "h")]),
+        ((HERE, AWAY), [(0, [0, 1], "e"), (1, [2], ""), (0, [], "ht")]),
+        ((AWAY, HERE), [(1, [], "e"), (0, [0, 1], ""), (1, [2], "ht")]),
+        (
+            (AWAY, HERE, AWAY),
+            [(1, [], "e"), (0, [0, 1], ""), (1, [2], ""), (2, [3, 4, 5], ""), (1, [], "ht")],
+        ),
+        ((HERE, AWAY, HERE), [(0, [0, 1], "e"), (1, [2], ""), (2, [3, 4, 5], "h")]),
+    ],
+)
+def test_both_ends_of_the_model_stay_on_this_machine_if_it_has_layers(local, stages):
+    assert described(local) == stages
+
+
+def test_a_part_without_layers_still_says_where_it_stands():
+    *_, (_, head) = parts_of(ranges_of([2, 3]), (HERE, AWAY))
+    assert head == Part(range(5, 5), embeds=False, heads=True, has_table=True)
+
+
+def test_the_device_with_the_head_gets_fewer_layers_wherever_it_stands():
+    assert sizes(split_evenly([10] * 8, (1, 1), [40, 0])) == [2, 6]

@@ -31,16 +31,21 @@ class OutOfMemory(Exception):
         self.free_bytes = free_bytes
 
 
+_LOOK_ALIKES = (
+    "can't allocate memory",  # the RAM
+    "out of memory",  # pinned memory, a module, a context: torch.AcceleratorError or RuntimeError
+    "ALLOC_FAILED",  # cuBLAS
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # what cuBLAS says when its handle does not fit
+)
+
+
 def is_out_of_memory(exc: BaseException) -> bool:
     """Whether `exc` is an allocation failure, in any of the shapes torch gives it."""
     import torch  # not before it is needed: this module serves plans too
 
     if isinstance(exc, OutOfMemory | MemoryError | torch.OutOfMemoryError):
         return True
-    text = str(exc)
-    return isinstance(exc, RuntimeError) and (
-        "can't allocate memory" in text or "out of memory" in text or "ALLOC_FAILED" in text
-    )
+    return isinstance(exc, RuntimeError) and any(text in str(exc) for text in _LOOK_ALIKES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +101,12 @@ class Stream(Protocol):
 class Backend(Protocol):
     """One device. `relative_speed` is a guess (cores of a CPU device), for splits by time.
 
-    `n_threads` is how many threads of the host compute for it.
+    `n_threads` is how many threads of the host compute for it. `local` is true: devices of another
+    machine are not driven through streams, but by the worker there.
     """
 
     name: str
+    local: bool
     n_threads: int
     relative_speed: float
 

@@ -148,6 +148,8 @@ class Budget:
 class CpuBackend:
     """One CPU device: `name` as the user wrote it, the cores it owns, threads for its compute."""
 
+    local = True
+
     def __init__(self, name: str, cores: frozenset[int], n_threads: int, budget: Budget) -> None:
         self.name = name
         self.cores = cores

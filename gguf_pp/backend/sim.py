@@ -213,6 +213,8 @@ class SimStream:
 class SimBackend:
     """One simulated device with `limit_bytes` of memory."""
 
+    local = True
+
     def __init__(self, world: World, name: str, limit_bytes: int = 1 << 40) -> None:
         self.world = world
         self.name = name

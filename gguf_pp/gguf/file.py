@@ -3,7 +3,7 @@
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,13 +16,15 @@ from gguf_pp.gguf.header import Header, TensorInfo, parse_header
 from gguf_pp.gguf.metadata import Metadata, overridden
 from gguf_pp.gguf.shards import Split, shard_paths, split_of
 from gguf_pp.gguf.sniff import check_magic
+from gguf_pp.gguf.source import required
 
 
 class ModelFile:
     """A model's header in memory and its tensors mapped; a context manager.
 
-    `shards` are the files in order, `tensors` those of all shards in order, `n_bytes` what the
-    tensors take. Views from `data` stay valid after `close`: each keeps its shard mapped.
+    `shards` are the files in order, with `shard_sizes` bytes each, of which those before
+    `data_starts` are the header; `tensors` are those of all shards in order, `n_bytes` what they
+    take. Views from `data` stay valid after `close`: each keeps its shard mapped.
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class ModelFile:
         self.path = path
         self.metadata = metadata
         self.shards = tuple(shard for shard, _, _ in shards)
+        self.shard_sizes = tuple(len(mapped) for _, mapped, _ in shards)
+        self.data_starts = tuple(header.data_start for _, _, header in shards)
         self.tensors: dict[str, TensorInfo] = {}
         for _, _, header in shards:
             self.tensors |= header.tensors
@@ -74,15 +78,7 @@ class ModelFile:
 
     def require(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         """Return the tensor `name`, which must have `shape` (numpy order, leading ones aside)."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise FormatError(f"{self.path}: tensor {name!r} is missing")
-        if _trimmed(info.shape) != _trimmed(shape):
-            raise FormatError(
-                f"{self.path}: tensor {name!r} has shape {list(info.shape)}, "
-                f"but the metadata asks for {list(shape)}"
-            )
-        return info
+        return required(self.tensors, self.path, name, shape)
 
     def data(self, name: str) -> NDArray[np.uint8]:
         """Return a tensor's bytes, uint8 [n_rows, row_bytes]: a read-only view of the file."""
@@ -90,6 +86,20 @@ class ModelFile:
         info = self.tensors[name]
         flat = np.frombuffer(self._maps[info.i_shard], np.uint8, info.n_bytes, info.offset)
         return flat.reshape(info.n_rows, -1)
+
+    def blocks(self, i_shard: int, ranges: Sequence[range]) -> Iterator[memoryview]:
+        """Yield some ranges of a shard's bytes, its header included, read-only.
+
+        The disk is asked for all of them at once, and for nothing around them: where the system
+        reads megabytes ahead of every fault, that is the difference between 0.1 s and a minute.
+        """
+        mapped = self._maps[i_shard]
+        for wanted in ranges:
+            start = wanted.start // mmap.PAGESIZE * mmap.PAGESIZE
+            if wanted and hasattr(mmap, "MADV_WILLNEED"):
+                mapped.madvise(mmap.MADV_WILLNEED, start, wanted.stop - start)
+        view = memoryview(mapped)
+        yield from (view[wanted.start : wanted.stop] for wanted in ranges)
 
     def forget(self, name: str) -> None:
         """Let the system take back the memory of a tensor's pages; reading it again is possible."""
@@ -113,11 +123,6 @@ class ModelFile:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    first = next((i for i, dim in enumerate(shape) if dim != 1), len(shape))
-    return shape[first:]
 
 
 def _open_one(path: Path, i_shard: int) -> tuple[mmap.mmap, Header]:

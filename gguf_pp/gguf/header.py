@@ -7,6 +7,7 @@ Version 2 has the same layout; version 1 had 32-bit counts.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from mmap import mmap
@@ -21,9 +22,9 @@ from gguf_pp.gguf.cursor import Cursor
 VERSIONS: Final = (2, 3)
 DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 65536
-_MAX_DIMS: Final = 4
+MAX_DIMS: Final = 4
 # Far above any model; an entry takes some 15 times its bytes once parsed.
-_MAX_ENTRIES: Final = 1 << 18
+MAX_ENTRIES: Final = 1 << 18
 _MIN_KEY_BYTES: Final = 8 + 4 + 1
 _MIN_TENSOR_BYTES: Final = 8 + 4 + 8 + 4 + 8
 _REMOVED_TYPES: Final = {
@@ -60,11 +61,15 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file says of itself; `tensors` in the order of the file."""
+    """What one file says of itself; `tensors` in the order of the file.
+
+    `data_start` is the byte at which the tensors' data begins.
+    """
 
     version: int
     values: dict[str, object]
     tensors: dict[str, TensorInfo]
+    data_start: int
 
 
 def parse_header(data: mmap | bytes, path: Path, i_shard: int = 0) -> Header:
@@ -88,7 +93,7 @@ def parse_header(data: mmap | bytes, path: Path, i_shard: int = 0) -> Header:
     tensors = {info.name: _placed(info, data_start, alignment, path) for info in infos.values()}
     _check_extents(list(tensors.values()), data_start, len(data), alignment, path)
     _check_single(data, list(tensors.values()), cursor.pos, alignment, path)
-    return Header(version, values, tensors)
+    return Header(version, values, tensors, data_start)
 
 
 def _aligned(n_bytes: int, alignment: int) -> int:
@@ -113,8 +118,8 @@ def _version(cursor: Cursor) -> int:
 
 def _entries(cursor: Cursor, min_bytes: int, what: str) -> int:
     n_entries = cursor.count(min_bytes, what)
-    if n_entries > _MAX_ENTRIES:
-        raise FormatError(f"{cursor.path}: {n_entries} {what}: more than {_MAX_ENTRIES}")
+    if n_entries > MAX_ENTRIES:
+        raise FormatError(f"{cursor.path}: {n_entries} {what}: more than {MAX_ENTRIES}")
     return n_entries
 
 
@@ -149,28 +154,36 @@ def _tensor(cursor: Cursor, i_shard: int) -> TensorInfo:
     name = cursor.name("a tensor name")
     what = f"tensor {name!r}"
     n_dims = cursor.u32(what)
-    if not 1 <= n_dims <= _MAX_DIMS:
-        raise FormatError(f"{cursor.path}: {what} has {n_dims} dimensions, not 1 to {_MAX_DIMS}")
+    if not 1 <= n_dims <= MAX_DIMS:
+        raise FormatError(f"{cursor.path}: {what} has {n_dims} dimensions, not 1 to {MAX_DIMS}")
     dims = [cursor.u64(what) for _ in range(n_dims)]
-    if any(not 0 < dim < 1 << 63 for dim in dims):
-        raise FormatError(f"{cursor.path}: {what} has dimensions {dims}: each must be positive")
-    if math.prod(dims) >= 1 << 63:
-        raise FormatError(f"{cursor.path}: {what} has dimensions {dims}: their product overflows")
-    kind = _type(cursor.u32(what), what, cursor.path)
-    block_size, block_bytes = GGML_QUANT_SIZES[kind]
-    if dims[0] % block_size:
-        raise FormatError(
-            f"{cursor.path}: {what} has rows of {dims[0]} elements, "
-            f"not a multiple of the {block_size} in a block of {kind.name}"
-        )
-    n_bytes = math.prod(dims) // block_size * block_bytes
+    kind, n_bytes = tensor_bytes(cursor.u32(what), dims, f"{cursor.path}: {what}")
     return TensorInfo(name, kind, tuple(reversed(dims)), n_bytes, i_shard, cursor.u64(what))
 
 
-def _type(number: int, what: str, path: Path) -> GGMLQuantizationType:
+def tensor_bytes(number: int, dims: Sequence[int], what: str) -> tuple[GGMLQuantizationType, int]:
+    """The type with this number, and the bytes of a tensor of it; `dims` with the fastest first.
+
+    Raises FormatError or UnsupportedError, with `what` at the start of the message.
+    """
+    if any(not 0 < dim < 1 << 63 for dim in dims):
+        raise FormatError(f"{what} has dimensions {list(dims)}: each must be positive")
+    if math.prod(dims) >= 1 << 63:
+        raise FormatError(f"{what} has dimensions {list(dims)}: their product overflows")
+    kind = _type(number, what)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    if dims[0] % block_size:
+        raise FormatError(
+            f"{what} has rows of {dims[0]} elements, "
+            f"not a multiple of the {block_size} in a block of {kind.name}"
+        )
+    return kind, math.prod(dims) // block_size * block_bytes
+
+
+def _type(number: int, what: str) -> GGMLQuantizationType:
     if number in _REMOVED_TYPES:
         raise UnsupportedError(
-            f"{path}: {what} has type {number} ({_REMOVED_TYPES[number]}), "
+            f"{what} has type {number} ({_REMOVED_TYPES[number]}), "
             "which was removed from the format",
             hint="download or convert the model in a current type, such as Q4_0",
         )
@@ -178,7 +191,7 @@ def _type(number: int, what: str, path: Path) -> GGMLQuantizationType:
         return GGMLQuantizationType(number)
     except ValueError as exc:
         raise UnsupportedError(
-            f"{path}: {what} has the unknown type {number}",
+            f"{what} has the unknown type {number}",
             hint="upgrade the gguf package and gguf-pp",
         ) from exc
 

@@ -2,28 +2,38 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 
 from gguf_pp import arch
 from gguf_pp.backend.base import Backend, OutOfMemory
-from gguf_pp.backend.open import open_devices
+from gguf_pp.backend.cpu import CpuBackend
+from gguf_pp.backend.host import share_cores
 from gguf_pp.backend.trace import Trace
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.errors import PlacementError
 from gguf_pp.gguf import ModelFile
+from gguf_pp.gguf.identity import identity_of
 from gguf_pp.ops import make_ops
 from gguf_pp.ops.base import Ops
+from gguf_pp.pipeline.devices import open_all
 from gguf_pp.pipeline.executor import Executor
+from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, climb_down, rungs
+from gguf_pp.pipeline.peer import RemoteDevice
 from gguf_pp.pipeline.placement import (
+    Sizes,
     fitting_context,
     kv_bytes,
     measure,
     place,
     why_not_pipelined,
 )
-from gguf_pp.pipeline.stage import LayerStage
+from gguf_pp.pipeline.remote import RemoteStage
+from gguf_pp.pipeline.split import Part, parts_of
+from gguf_pp.pipeline.stage import LayerStage, call
 
 log = logging.getLogger("gguf_pp")
 
@@ -35,64 +45,120 @@ class Pipeline:
     def __init__(
         self, file: ModelFile, config: RuntimeConfig, progress: Callable[[int, int], None]
     ) -> None:
-        """Load everything; raises FormatError, UnsupportedError, ConfigError, PlacementError.
+        """Load everything; raises FormatError, UnsupportedError, ConfigError, PlacementError,
+        RemoteError. `file` stays open as long as this.
 
         `progress` is told bytes read so far and in all.
         """
-        self.config = config
         self.trace = Trace()
         file.require_model()
         self.model = arch.build(file.metadata)
-        self.n_vocab = 0
-        self._refuse_long_context()
-        self._backends = open_devices(config.devices, config.memory_bytes)
+        self.stages: list[LayerStage | RemoteStage] = []
+        self._file = file
+        self._warn_of_long_context(config)
+        self._devices = open_all(config)
+        self.config = self._devices.config
         try:
-            self._load(file, progress)
+            self._load(progress)
         except BaseException:
             self.close()
             raise
 
-    def _refuse_long_context(self) -> None:
-        asked, train = self.config.ctx_size, self.model.hp.n_ctx_train
+    def _warn_of_long_context(self, config: RuntimeConfig) -> None:
+        asked, train = config.ctx_size, self.model.hp.n_ctx_train
         if asked is not None and asked > train:
             log.warning("the context of %d exceeds the %d the model was trained for", asked, train)
 
-    def _load(self, file: ModelFile, progress: Callable[[int, int], None]) -> None:
-        config, model = self.config, self.model
+    def _load(self, progress: Callable[[int, int], None]) -> None:
+        config, model, file, devices = self.config, self.model, self._file, self._devices.all
         hp = model.hp
-        n_ctx = config.ctx_size or hp.n_ctx_train
-        sizes = measure(file, model, n_ctx)
+        sizes = measure(file, model, config.ctx_size or hp.n_ctx_train)
         self.n_vocab = file.tensors["token_embd.weight"].shape[0]
         if unused := sorted(set(file.tensors) - sizes.names):
             log.warning("%d tensors are not used, such as %s", len(unused), unused[0])
         cell = kv_bytes(hp.n_kv_heads, hp.head_size, config.kv_types)
-        layers = place(config, sizes, cell * MIN_CTX_SIZE * config.n_slots, self._backends)
-        n_ctx = config.ctx_size or fitting_context(config, model, sizes, layers, self._backends)
-        self.stages = [
-            LayerStage(i, backend, partial(self._ops, backend), model, mine)
-            for i, (backend, mine) in enumerate(zip(self._backends, layers, strict=True))
-        ]
-        for stage in self.stages:
-            _reserve_weights(stage, sizes.of(stage.layers))
+        layers = place(config, sizes, cell * MIN_CTX_SIZE * config.n_slots, devices)
+        parts = parts_of(layers, [device.local for device in devices])
+        n_ctx = config.ctx_size or fitting_context(config, model, sizes, parts, devices)
+        self.stages = self._make_stages(parts)
+        self._reserve_weights(sizes)
         asked = Rung(config.n_copies, config.max_ubatch_size, n_ctx)
         self.rung, _ = climb_down(
             rungs(asked, ctx_fixed=config.ctx_size is not None), self._allocate, self._release
         )
         # Last: it takes longest, and rotation tables have the size of the context that was had.
-        self._load_weights(file, progress)
-        self.reason = why_not_pipelined(config, len(self.stages), self.rung.n_copies)
+        self._load_weights(self.stages, progress)
+        self.depth = len(layers)
+        self.reason = why_not_pipelined(config, self.depth, self.rung.n_copies)
         self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
         if self.reason:
             log.info("pipeline parallelism off: %s", self.reason)
         else:
             log.info("pipeline parallelism enabled (n_copies=%d)", self.rung.n_copies)
 
+    def _make_stages(self, parts: Sequence[tuple[int, Part]]) -> list[LayerStage | RemoteStage]:
+        """One for each part here, and one for consecutive parts of the same worker."""
+        stages: list[LayerStage | RemoteStage] = []
+        away: list[tuple[RemoteDevice, Part]] = []
+        for i_device, part in [*parts, (None, None)]:
+            device = None if i_device is None else self._devices.all[i_device]
+            if away and not (isinstance(device, RemoteDevice) and device.peer is away[0][0].peer):
+                stages.append(self._remote_stage(len(stages), away))
+                away = []
+            if isinstance(device, RemoteDevice):
+                assert part is not None
+                away.append((device, part))
+            elif device is not None:
+                assert part is not None
+                make = partial(self._ops, device)
+                stages.append(LayerStage(len(stages), device, make, self.model, part))
+        return stages
+
+    def _remote_stage(
+        self, i_stage: int, places: Sequence[tuple[RemoteDevice, Part]]
+    ) -> RemoteStage:
+        peer = places[0][0].peer
+        here = CpuBackend(f"tcp://{peer.endpoint.peer}", share_cores(1)[0], 1, self._devices.budget)
+        self._devices.relays.append(here)
+        return RemoteStage(i_stage, peer, places, self.model, self.config, here)
+
+    @property
+    def remote_stages(self) -> list[RemoteStage]:
+        """Those on other machines."""
+        return [stage for stage in self.stages if isinstance(stage, RemoteStage)]
+
     def _ops(self, backend: Backend) -> Ops:
         return make_ops(self.config.kernels, backend.n_threads, exact=self.config.exact)
 
-    def _load_weights(self, file: ModelFile, progress: Callable[[int, int], None]) -> None:
+    def _reserve_weights(self, sizes: Sizes) -> None:
+        for stage in self.stages:
+            try:
+                if isinstance(stage, LayerStage):
+                    stage.reserve_weights(sizes.of(stage.part))
+            except OutOfMemory as exc:
+                raise _too_large(exc, stage.layers) from exc
+        self._open_remote()
+
+    def _open_remote(self) -> None:
+        """Declare the stages of workers, and link those that follow each other."""
+        remote = self.remote_stages
+        identity = identity_of(self._file) if remote else None
+        for stage in remote:
+            assert identity is not None
+            try:
+                stage.open(self._file, identity, self.n_vocab)
+            except OutOfMemory as exc:
+                raise _too_large(exc, stage.layers) from exc
+        for before, after in pairwise(self.stages):
+            if isinstance(before, RemoteStage) and isinstance(after, RemoteStage):
+                way = "straight" if before.link(after) else "through this machine"
+                log.info("%s sends to %s %s", before.name, after.name, way)
+
+    def _load_weights(
+        self, stages: Sequence[LayerStage | RemoteStage], progress: Callable[[int, int], None]
+    ) -> None:
         """All devices read their part at the same time."""
-        total = sum(stage.weight_bytes for stage in self.stages)
+        total = sum(stage.weight_bytes for stage in stages)
         done = 0
         lock = threading.Lock()
 
@@ -103,7 +169,17 @@ class Pipeline:
                 progress(min(done, total), total)
 
         n_ctx = self.rung.ctx_size
-        futures = [stage.load_weights(file, n_ctx, step) for stage in self.stages]
+        loaders: dict[str, tuple[LayerStage, DeviceLoader]] = {}
+        futures: list[Future[None]] = []
+        for stage in stages:
+            if isinstance(stage, RemoteStage):
+                load = partial(stage.load_weights, self._file, n_ctx, step)
+                futures.append(call(stage.compute, load))
+                continue
+            # Both ends of the model on one device may be the same matrix: they share a loader.
+            own = stage, DeviceLoader(self._file, n_ctx, stage.ops, step)
+            owner, loader = loaders.setdefault(stage.name, own)
+            futures.append(call(owner.compute, partial(stage.load_weights, loader)))
         for future in futures:
             future.result()
 
@@ -116,20 +192,38 @@ class Pipeline:
         for stage in self.stages:
             stage.release()
 
+    @property
+    def broken(self) -> bool:
+        """Whether a worker was lost, and what it held with it."""
+        return any(stage.peer.failure is not None for stage in self.remote_stages)
+
+    def revive(self) -> None:
+        """Make all workers ready again, with the same stages and sizes; their caches are empty.
+
+        Raises RemoteError if one cannot be reached, PlacementError if it has less memory now.
+        Nothing may be in flight.
+        """
+        for stage in self.remote_stages:
+            stage.peer.reconnect()
+            stage.reset()
+        self._open_remote()
+        for stage in self.remote_stages:
+            try:
+                stage.allocate(self.rung, self.config.n_slots, self.config.kv_types)
+            except OutOfMemory as exc:
+                raise _too_large(exc, stage.layers) from exc
+        self._load_weights(self.remote_stages, lambda done, total: None)
+        self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
+
     def close(self) -> None:
-        """Stop the devices' threads and drop weights and buffers."""
-        for backend in self._backends:
-            backend.close()
+        """Stop the devices' threads, leave the workers, and drop weights and buffers."""
+        self._devices.close()
         self.stages = []
 
 
-def _reserve_weights(stage: LayerStage, n_bytes: int) -> None:
-    try:
-        stage.reserve_weights(n_bytes)
-    except OutOfMemory as exc:
-        raise PlacementError(
-            f"{stage.backend.name} has {exc.free_bytes >> 20} MiB free for "
-            f"{exc.asked_bytes >> 20} MiB of weights "
-            f"(layers {stage.layers.start} to {stage.layers.stop - 1})",
-            hint="use a smaller quantization, or more devices",
-        ) from exc
+def _too_large(exc: OutOfMemory, layers: range) -> PlacementError:
+    return PlacementError(
+        f"{exc.device} has {exc.free_bytes >> 20} MiB free for {exc.asked_bytes >> 20} MiB of "
+        f"{exc.what} (layers {layers.start} to {layers.stop - 1})",
+        hint="use a smaller quantization, or more devices",
+    )

@@ -30,6 +30,7 @@ from gguf_pp.pipeline.placement import (
     spare_cells,
     why_not_pipelined,
 )
+from gguf_pp.pipeline.split import Part, parts_of
 
 RAM = "ram"
 
@@ -42,6 +43,11 @@ class PlannedDevice:
     relative_speed: float
     room: Memory
     runs_here: bool
+
+    @property
+    def local(self) -> bool:
+        """Whether it is of this machine."""
+        return not self.name.startswith("tcp://")
 
     def memory(self) -> Memory:
         """Total and free bytes."""
@@ -200,21 +206,22 @@ def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedD
     cell = kv_bytes(hp.n_kv_heads, hp.head_size, settled.kv_types)
     least = cell * MIN_CTX_SIZE * settled.n_slots
     layers = place(settled, sizes, least, devices)
-    n_ctx = settled.ctx_size or fitting_context(settled, model, sizes, layers, devices)
+    parts = parts_of(layers, [device.local for device in devices])
+    n_ctx = settled.ctx_size or fitting_context(settled, model, sizes, parts, devices)
     asked = Rung(settled.n_copies, settled.max_ubatch_size, n_ctx)
-    rung, fit = _best_rung(settled, model, sizes, layers, devices, asked)
-    needs = [need_of(settled, model, sizes, mine, rung) for mine in layers]
+    rung, fit = _best_rung(settled, model, sizes, parts, devices, asked)
+    needs = _by_device(parts, [need_of(settled, model, sizes, p, rung) for _, p in parts])
     several = len(devices) > 1
     n_groups = min(settled.n_slots, len(devices))
     return Plan(
-        stages=_stages(sizes, layers, needs, devices),
+        stages=_stages(sizes, layers, parts, needs, devices),
         pools=_pools(needs, devices),
         asked=asked,
         rung=rung,
         fits=fit,
         n_slots=settled.n_slots,
         n_ctx_train=hp.n_ctx_train,
-        max_ctx_size=_largest_context(settled, model, sizes, layers, devices, rung),
+        max_ctx_size=_largest_context(settled, model, sizes, parts, devices, rung),
         not_pipelined_because=why_not_pipelined(settled, len(devices), rung.n_copies),
         by_time=_counts(place_by_time(sizes, devices, settled.n_slots)) if several else None,
         by_memory=_counts(place_by_memory(sizes, least, devices)) if several else None,
@@ -229,14 +236,15 @@ def _best_rung(
     settled: RuntimeConfig,
     model: Model,
     sizes: Sizes,
-    layers: Sequence[range],
+    parts: Sequence[tuple[int, Part]],
     devices: Sequence[PlannedDevice],
     asked: Rung,
 ) -> tuple[Rung, bool]:
     """The first rung of the ladder that fits, or the last one and false."""
     ladder = rungs(asked, ctx_fixed=settled.ctx_size is not None)
+    of_stages = [devices[i] for i, _ in parts]
     for rung in ladder:
-        if fits(devices, (need_of(settled, model, sizes, r, rung).total for r in layers)):
+        if fits(of_stages, (need_of(settled, model, sizes, p, rung).total for _, p in parts)):
             return rung, True
     return ladder[-1], False
 
@@ -245,11 +253,11 @@ def _largest_context(
     settled: RuntimeConfig,
     model: Model,
     sizes: Sizes,
-    layers: Sequence[range],
+    parts: Sequence[tuple[int, Part]],
     devices: Sequence[PlannedDevice],
     rung: Rung,
 ) -> int:
-    cells = spare_cells(settled, model, sizes, layers, devices, rung)
+    cells = spare_cells(settled, model, sizes, parts, devices, rung)
     return max(0, min(model.hp.n_ctx_train, cells))
 
 
@@ -261,25 +269,38 @@ def _alone(
     rung: Rung,
 ) -> tuple[str, ...]:
     """Names of what can hold all layers: devices, or "cpu" for the RAM."""
-    whole = need_of(settled, model, sizes, range(model.hp.n_layers), replace(rung, n_copies=1))
+    all_of_it = Part(range(model.hp.n_layers), embeds=True, heads=True)
+    whole = need_of(settled, model, sizes, all_of_it, replace(rung, n_copies=1))
     pools = {device.room.pool: device.room for device in devices}
     roomy = [pool for pool, room in pools.items() if whole.total <= room.free_bytes]
     return tuple("cpu" if pool == RAM else pool for pool in roomy)
 
 
+def _by_device(parts: Sequence[tuple[int, Part]], needs: Sequence[Need]) -> list[Need]:
+    """A device with an end of the model as a stage of its own has one more need."""
+    sums: dict[int, Need] = {}
+    for (i, _), need in zip(parts, needs, strict=True):
+        sums[i] = sums[i] + need if i in sums else need
+    return [sums[i] for i in sorted(sums)]
+
+
 def _stages(
-    sizes: Sizes, layers: Sequence[range], needs: Sequence[Need], devices: Sequence[PlannedDevice]
+    sizes: Sizes,
+    layers: Sequence[range],
+    parts: Sequence[tuple[int, Part]],
+    needs: Sequence[Need],
+    devices: Sequence[PlannedDevice],
 ) -> tuple[PlannedStage, ...]:
-    n_layers = len(sizes.layers)
+    (i_first, _), (i_last, _) = parts[0], parts[-1]
     return tuple(
         PlannedStage(
             device=device,
             layers=mine,
             need=need,
-            embedding_bytes=sizes.embedding if mine.start == 0 else 0,
-            head_bytes=sizes.head if mine.stop == n_layers else 0,
+            embedding_bytes=sizes.embedding if i == i_first else 0,
+            head_bytes=sizes.head if i == i_last else 0,
         )
-        for device, mine, need in zip(devices, layers, needs, strict=True)
+        for i, (device, mine, need) in enumerate(zip(devices, layers, needs, strict=True))
     )
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gguf_pp.backend.base import Backend, Event, Stream
-from gguf_pp.backend.trace import Kind, Trace
+from gguf_pp.backend.trace import Kind, Slice, Trace
 from gguf_pp.batch import UBatch
 from gguf_pp.pipeline.plan import Step, plan_steps
 from gguf_pp.pipeline.ring import Copy, Ring
@@ -19,19 +19,41 @@ on the last device, inside its stream. The tensor is overwritten afterwards."""
 
 
 class Stage(Protocol):
-    """A contiguous range of layers on one device."""
+    """A contiguous range of layers on one device, or on several of another machine.
 
-    backend: Backend
+    `intake` is where `load` runs: the compute stream itself, or on another machine the stream that
+    sends. `elapsed_s` is how long the last `forward` took where it really ran, None if here.
+    """
+
     ring: Ring
     compute: Stream
     transfer: Stream | None
 
+    @property
+    def backend(self) -> Backend:
+        """The device, or what stands here for one elsewhere: it makes events."""
+        ...
+
+    @property
+    def intake(self) -> Stream:
+        """The stream of `load`."""
+        ...
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """Seconds of the last `forward`, for a stage elsewhere."""
+        ...
+
     def load(self, copy: Copy, ubatch: UBatch) -> None:
-        """Move the input out of `copy` into the stage's own work memory."""
+        """Move the input out of `copy`, into the stage's own work memory."""
         ...
 
     def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
         """Compute on what was loaded: write `copy.out`, or hand logits to `take`."""
+        ...
+
+    def abandon(self, copy: Copy, ubatch: UBatch) -> None:
+        """Forget what was loaded, if anything was: `forward` will not be called for it."""
         ...
 
 
@@ -94,8 +116,10 @@ class Executor:
         stage, source = self.stages[i_from], self.stages[i_from].ring.copies[step.i_copy]
         target = self.stages[step.i_stage].ring.copies[step.i_copy]
         assert stage.transfer is not None
-        assert source.out is not None
-        assert target.inp is not None
+        if source.out is None or target.inp is None:
+            # Linked workers: nothing passes through here, but the first one announces the ubatch.
+            self.stages[step.i_stage].intake.wait(source.free)
+            return
         stage.transfer.wait(source.done)
         stage.transfer.wait(target.free)
         with self._recorded(stage.transfer, "transfer", step._replace(i_stage=i_from), n_rows):
@@ -106,20 +130,37 @@ class Executor:
         """Queue the computation of one stage; waits as in ring.py."""
         stage = self.stages[step.i_stage]
         copy = stage.ring.copies[step.i_copy]
-        stage.compute.wait(copy.filled)
+        stage.intake.wait(copy.filled)
         if step.i_stage + 1 < len(self.stages):
             stage.compute.wait(self.stages[step.i_stage + 1].ring.copies[step.i_copy].filled)
-        with self._recorded(stage.compute, "compute", step, ticket.ubatch.n_rows):
-            stage.compute.run(functools.partial(_guarded, ticket, stage.load, copy))
-            stage.compute.record(copy.free)
-            forward = functools.partial(stage.forward, take=take)
-            stage.compute.run(functools.partial(_guarded, ticket, forward, copy))
+        away = stage.intake is not stage.compute
+        piece = self._open("compute", step, ticket.ubatch.n_rows)
+        if piece is not None:
+            stage.intake.run(functools.partial(self.trace.start, piece))
+        stage.intake.run(functools.partial(_guarded, ticket, stage.load, copy))
+        stage.intake.record(copy.free)
+        if away:
+            stage.compute.wait(copy.free)
+        forward = functools.partial(stage.forward, take=take)
+        stage.compute.run(functools.partial(_guarded, ticket, forward, copy, stage.abandon))
+        if piece is not None:
+            stage.compute.run(functools.partial(self._end, piece, stage))
         stage.compute.record(copy.done)
+
+    def _open(self, kind: Kind, step: Step, n_rows: int) -> Slice | None:
+        return self.trace.open(kind, step.i_stage, step.i_ubatch, step.i_copy, n_rows)
+
+    def _end(self, piece: Slice, stage: Stage) -> None:
+        """End a slice. One that ran elsewhere began as long ago as it took there, not when its
+        input was sent."""
+        self.trace.end(piece)
+        if stage.elapsed_s is not None:
+            piece.start_s = piece.end_s - stage.elapsed_s
 
     @contextmanager
     def _recorded(self, stream: Stream, kind: Kind, step: Step, n_rows: int) -> Iterator[None]:
         """Let the trace know when what is queued inside the block begins and ends."""
-        piece = self.trace.open(kind, step.i_stage, step.i_ubatch, step.i_copy, n_rows)
+        piece = self._open(kind, step, n_rows)
         if piece is not None:
             stream.run(functools.partial(self.trace.start, piece))
         yield
@@ -127,9 +168,17 @@ class Executor:
             stream.run(functools.partial(self.trace.end, piece))
 
 
-def _guarded(ticket: Ticket, work: Callable[[Copy, UBatch], None], copy: Copy) -> None:
-    """Do `work` for the ticket's ubatch, unless an earlier stage failed; keep what it raises."""
+def _guarded(
+    ticket: Ticket,
+    work: Callable[[Copy, UBatch], None],
+    copy: Copy,
+    instead: Callable[[Copy, UBatch], None] | None = None,
+) -> None:
+    """Do `work` for the ticket's ubatch and keep what it raises; if an earlier stage failed, do
+    `instead`."""
     if ticket.error is not None:
+        if instead is not None:
+            instead(copy, ticket.ubatch)
         return
     try:
         work(copy, ticket.ubatch)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from gguf_pp.gguf import ModelFile
+from gguf_pp.gguf.source import TensorSource
 from gguf_pp.ops.base import Matrix, Ops, Rope, RopeParams
 from gguf_pp.ops.rope import make_rope
 from gguf_pp.pipeline.sizing import Tensors
@@ -19,7 +19,7 @@ class DeviceLoader(Tensors):
     """
 
     def __init__(
-        self, file: ModelFile, n_ctx: int, ops: Ops, progress: Callable[[int], None]
+        self, file: TensorSource, n_ctx: int, ops: Ops, progress: Callable[[int], None]
     ) -> None:
         super().__init__(file, n_ctx)
         self._ops = ops

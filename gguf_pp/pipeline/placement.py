@@ -7,10 +7,11 @@ from typing import Protocol
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Memory
 from gguf_pp.config import RuntimeConfig
-from gguf_pp.gguf import ModelFile
+from gguf_pp.gguf.source import TensorSource
 from gguf_pp.pipeline import split
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung
 from gguf_pp.pipeline.sizing import SizeLoader
+from gguf_pp.pipeline.split import Part, parts_of
 
 MARGIN = 0.05
 """Share of the free memory that a context chosen by us leaves alone."""
@@ -23,7 +24,13 @@ LOGITS_BYTES = 32 << 20
 
 
 class Device(Protocol):
-    """What placing asks of a device: a Backend has it, and so has a device that is only planned."""
+    """What placing asks of a device: one that is opened has it, and so has one that is only
+    planned, or on another machine (not `local`)."""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is of this machine."""
+        ...
 
     @property
     def relative_speed(self) -> float:
@@ -45,12 +52,12 @@ class Sizes:
     tied: bool
     names: frozenset[str]
 
-    def of(self, layers: range) -> int:
-        """Bytes of one stage. A stage with both ends holds a tied table once."""
-        first, last = layers.start == 0, layers.stop == len(self.layers)
-        total = sum(self.layers[i] for i in layers)
-        total += self.embedding * first + self.head * last
-        return total - self.embedding * (first and last and self.tied)
+    def of(self, part: Part) -> int:
+        """Bytes of one stage. A device with both ends holds a tied table once."""
+        total = sum(self.layers[i] for i in part.layers)
+        total += self.embedding * part.embeds + self.head * part.heads
+        twice = part.heads and (part.embeds or part.has_table) and self.tied
+        return total - self.embedding * twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +74,16 @@ class Need:
         """All of it."""
         return self.weights + self.kv + self.copies + self.scratch
 
+    def __add__(self, other: "Need") -> "Need":
+        return Need(
+            self.weights + other.weights,
+            self.kv + other.kv,
+            self.copies + other.copies,
+            self.scratch + other.scratch,
+        )
 
-def measure(file: ModelFile, model: Model, n_ctx: int) -> Sizes:
+
+def measure(file: TensorSource, model: Model, n_ctx: int) -> Sizes:
     """Add up sizes; on the way every tensor is checked. Raises FormatError."""
 
     def size(load: Callable[[SizeLoader], object]) -> SizeLoader:
@@ -93,17 +108,26 @@ def measure(file: ModelFile, model: Model, n_ctx: int) -> Sizes:
     )
 
 
-def need_of(config: RuntimeConfig, model: Model, sizes: Sizes, layers: range, rung: Rung) -> Need:
-    """What the stage with `layers` takes at `rung`."""
+def visit(loader: SizeLoader, model: Model, part: Part) -> None:
+    """Have `loader` count, check and name the tensors of one stage. Raises FormatError."""
+    if part.embeds:
+        model.load_embedding(loader)
+    for i_layer in part.layers:
+        model.load_layer(loader, i_layer)
+    if part.heads:
+        model.load_head(loader)
+
+
+def need_of(config: RuntimeConfig, model: Model, sizes: Sizes, part: Part, rung: Rung) -> Need:
+    """What the stage with `part` takes at `rung`."""
     hp = model.hp
     cell = kv_bytes(hp.n_kv_heads, hp.head_size, config.kv_types)
-    last = layers.stop == hp.n_layers
-    n_buffers = (layers.start > 0) + (not last)
+    n_buffers = (not part.embeds) + (not part.heads)
     return Need(
-        weights=sizes.of(layers),
-        kv=cell * rung.ctx_size * config.n_slots * len(layers),
+        weights=sizes.of(part),
+        kv=cell * rung.ctx_size * config.n_slots * len(part.layers),
         copies=rung.n_copies * n_buffers * rung.ubatch_size * hp.n_embd * 4,
-        scratch=scratch_bytes(model, rung.ubatch_size, last=last),
+        scratch=scratch_bytes(model, rung.ubatch_size, last=part.heads),
     )
 
 
@@ -136,7 +160,9 @@ def place(
     if config.shares is not None:
         return split.split_by_shares(n_layers, config.shares)
     by_time = place_by_time(sizes, devices, config.n_slots)
-    if fits(devices, (sizes.of(mine) + cell_bytes * len(mine) for mine in by_time)):
+    parts = parts_of(by_time, [device.local for device in devices])
+    amounts = (sizes.of(part) + cell_bytes * len(part.layers) for _, part in parts)
+    if fits([devices[i] for i, _ in parts], amounts):
         return by_time
     return place_by_memory(sizes, cell_bytes, devices)
 
@@ -151,26 +177,33 @@ def place_by_time(sizes: Sizes, devices: Sequence[Device], n_slots: int) -> list
     most = int(HEAD_SHARE * sum(sizes.layers))
     head = min(sizes.head, most) if n_slots > 1 else 0
     speeds = [device.relative_speed for device in devices]
-    return split.split_evenly(sizes.layers, speeds, last_cost=head)
+    return split.split_evenly(sizes.layers, speeds, _at_the_ends(devices, 0, head))
 
 
 def place_by_memory(sizes: Sizes, cell_bytes: int, devices: Sequence[Device]) -> list[range]:
     """Memories filled to equal shares, both ends of the model and `cell_bytes` a layer counted."""
     layer_bytes = [size + cell_bytes for size in sizes.layers]
     room = [device.memory().free_bytes for device in devices]
-    return split.split_evenly(layer_bytes, room, sizes.embedding, sizes.head)
+    ends = _at_the_ends(devices, sizes.embedding, sizes.head)
+    return split.split_evenly(layer_bytes, room, ends)
+
+
+def _at_the_ends(devices: Sequence[Device], first: int, last: int) -> list[int]:
+    """What the devices with the embedding and with the head carry beside layers."""
+    i_embeds, i_heads = split.ends_of([device.local for device in devices])
+    return [first * (i == i_embeds) + last * (i == i_heads) for i in range(len(devices))]
 
 
 def fitting_context(
     config: RuntimeConfig,
     model: Model,
     sizes: Sizes,
-    layers: Sequence[range],
+    parts: Sequence[tuple[int, Part]],
     devices: Sequence[Device],
 ) -> int:
     """The largest context, up to the model's own, whose KV cache fits beside everything else."""
     rung = Rung(config.n_copies, config.max_ubatch_size, 0)
-    cells = spare_cells(config, model, sizes, layers, devices, rung)
+    cells = spare_cells(config, model, sizes, parts, devices, rung)
     if cells >= model.hp.n_ctx_train:
         return model.hp.n_ctx_train
     return max(MIN_CTX_SIZE, cells // 256 * 256)
@@ -180,15 +213,16 @@ def spare_cells(
     config: RuntimeConfig,
     model: Model,
     sizes: Sizes,
-    layers: Sequence[range],
+    parts: Sequence[tuple[int, Part]],
     devices: Sequence[Device],
     rung: Rung,
 ) -> int:
     """KV cells per slot for which `rung` leaves room, a margin kept; below 0 if not even none."""
+    of_stages = [devices[i] for i, _ in parts]
     bare = Rung(rung.n_copies, rung.ubatch_size, 0)
-    fixed = by_pool(devices, (need_of(config, model, sizes, r, bare).total for r in layers))
+    fixed = by_pool(of_stages, (need_of(config, model, sizes, p, bare).total for _, p in parts))
     one = Rung(rung.n_copies, rung.ubatch_size, 1)
-    cell = by_pool(devices, (need_of(config, model, sizes, r, one).kv for r in layers))
+    cell = by_pool(of_stages, (need_of(config, model, sizes, p, one).kv for _, p in parts))
     free = {memory.pool: memory.free_bytes for memory in (d.memory() for d in devices)}
     return min((int(free[pool] * (1 - MARGIN)) - fixed[pool]) // cell[pool] for pool in free)
 

@@ -5,14 +5,16 @@ For stage s and copy c, with `free`, `filled` and `done` as below:
     ship(s, c):  X[s] waits done[s][c]        the output is there
                  X[s] waits free[s+1][c]      the reader of ubatch u - n_copies is through
                  inp[s+1][c] <- out[s][c] on X[s];  filled[s+1][c] recorded on X[s]
-    run(s, c):   S[s] waits filled[s][c]      the input is there
+    run(s, c):   I[s] waits filled[s][c]      the input is there
                  S[s] waits filled[s+1][c]    my output of ubatch u - n_copies was shipped
-                 load (input -> work memory); free[s][c] recorded on S[s]
+                 load (input -> work memory) on I[s]; free[s][c] recorded on I[s]
                  compute; done[s][c] recorded on S[s]
 
-S is the stage's compute stream, X its outgoing copy stream. The guard stands on the stream that
-does the copy. `free` is recorded before the stage computes, so a copy is lent for as short as
-possible. The fifth wait is the host's, for `done` of the last stage, in the executor.
+S is the stage's compute stream, X its outgoing copy stream. I takes inputs in: it is S, except that
+a stage on another machine sends on one and receives on the other, so that several ubatches are on
+their way; there S waits free[s][c] before it receives. The guard stands on the stream that does the
+copy. `free` is recorded before the stage computes, so a copy is lent for as short as possible. The
+fifth wait is the host's, for `done` of the last stage, in the executor.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ class Copy:
     """One rotating input of a stage, and the output that goes with it.
 
     `inp` is None on the first stage (tokens come from the host), `out` on the last (logits are
-    consumed where they are made). `filled` belongs to `inp`, `free` passes when it may be
-    overwritten, `done` when `out` is complete.
+    consumed where they are made); both are None between two workers that are linked to each other.
+    `filled` belongs to `inp`, `free` passes when it may be overwritten, `done` when `out` is
+    complete.
     """
 
     inp: Buffer | None
@@ -40,18 +43,19 @@ class Ring:
     """The `n_copies` copies of one stage, allocated together and given back together."""
 
     def __init__(
-        self, backend: Backend, n_copies: int, n_rows: int, n_cols: int, *, first: bool, last: bool
+        self, backend: Backend, n_copies: int, n_rows: int, n_cols: int, *, inp: bool, out: bool
     ) -> None:
-        """Allocate inputs and outputs [n_rows, n_cols]; raises OutOfMemory, keeping nothing."""
+        """Allocate inputs and outputs [n_rows, n_cols], where the stage has them (`inp`, `out`);
+        raises OutOfMemory, keeping nothing."""
         self._backend = backend
         self.n_bytes = 0
         self.copies: list[Copy] = []
         try:
             for i_copy in range(n_copies):
-                inp = None if first else self._buffer(n_rows, n_cols, f"input copy {i_copy}")
-                out = None if last else self._buffer(n_rows, n_cols, f"output copy {i_copy}")
+                mine = self._buffer(n_rows, n_cols, f"input copy {i_copy}") if inp else None
+                next_one = self._buffer(n_rows, n_cols, f"output copy {i_copy}") if out else None
                 events = (backend.event(), backend.event(), backend.event())
-                self.copies.append(Copy(inp, out, *events))
+                self.copies.append(Copy(mine, next_one, *events))
         except BaseException:
             self.release()
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from gguf_pp.errors import FormatError
-from gguf_pp.gguf import ModelFile
+from gguf_pp.gguf.source import TensorSource
 from gguf_pp.ops.base import Matrix, Rope, RopeParams
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Tensors:
     """What both loaders do: find a tensor, check its shape, remember that it was asked for."""
 
-    def __init__(self, file: ModelFile, n_ctx: int) -> None:
+    def __init__(self, file: TensorSource, n_ctx: int) -> None:
         self.file = file
         self.n_ctx = n_ctx
         self.names: set[str] = set()

@@ -1,9 +1,62 @@
 """Cut a model into stages. Arithmetic only: no torch, no devices."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from gguf_pp.errors import ConfigError, PlacementError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one stage holds of a model: layers, and perhaps its ends.
+
+    `embeds` is the embedding of tokens, `heads` the last norm and the output head. `has_table`: the
+    device has the embedding in another stage already, and a tied head is the same matrix.
+    """
+
+    layers: range
+    embeds: bool
+    heads: bool
+    has_table: bool = False
+
+
+def parts_of(layers: Sequence[range], local: Sequence[bool]) -> list[tuple[int, Part]]:
+    """Stages in order: the index of a device and its part of the model.
+
+    The embedding goes with the first layers and the head with the last. If those are on another
+    machine (not `local`), an end is a stage of its own, without layers, on the first or the last
+    local device: hidden states cross the network then, and not logits.
+    """
+    n_layers = layers[-1].stop
+    i_embeds, i_heads = ends_of(local)
+    away_first, away_last = i_embeds != 0, i_heads != len(layers) - 1
+    stages = [
+        (
+            i,
+            Part(
+                mine,
+                embeds=mine.start == 0 and not away_first,
+                heads=mine.stop == n_layers and not away_last,
+            ),
+        )
+        for i, mine in enumerate(layers)
+    ]
+    if away_first:
+        stages.insert(0, (i_embeds, Part(range(0), embeds=True, heads=False)))
+    if away_last:
+        stages.append((i_heads, Part(range(n_layers, n_layers), embeds=False, heads=True)))
+    last = stages[-1][1]
+    if i_embeds == i_heads and not last.embeds:
+        stages[-1] = i_heads, replace(last, has_table=True)
+    return stages
+
+
+def ends_of(local: Sequence[bool]) -> tuple[int, int]:
+    """Which devices have the embedding and the head: the first and the last one of this machine,
+    or of all if none is."""
+    here = [i for i, is_here in enumerate(local) if is_here] or range(len(local))
+    return here[0], here[-1]
 
 
 def ranges_of(counts: Sequence[int]) -> list[range]:
@@ -33,14 +86,13 @@ def split_by_shares(n_layers: int, shares: Sequence[float]) -> list[range]:
 def split_evenly(
     layer_costs: Sequence[int],
     capacities: Sequence[float],
-    first_cost: int = 0,
-    last_cost: int = 0,
+    extra_costs: Sequence[float] = (),
 ) -> list[range]:
     """The contiguous split whose most burdened device is least so, relative to its capacity.
 
     Costs are bytes and capacities free bytes to balance memory; bytes of layers and relative
-    speeds to balance time. `first_cost` and `last_cost` are what the first and last stage carry
-    beside layers (embedding; norm and head). Among equals earlier stages get fewer layers.
+    speeds to balance time. `extra_costs` are what devices carry beside layers (the embedding; norm
+    and head). Among equals earlier stages get fewer layers.
     """
     n_layers, n_stages = len(layer_costs), len(capacities)
     if n_stages > n_layers:
@@ -49,10 +101,10 @@ def split_evenly(
             hint="name fewer devices: a stage needs at least one layer",
         )
     sums = list(accumulate(layer_costs, initial=0))
+    extra = [*extra_costs] or [0.0] * n_stages
 
     def load(i_stage: int, start: int, stop: int) -> float:
-        extra = first_cost * (i_stage == 0) + last_cost * (i_stage == n_stages - 1)
-        return (sums[stop] - sums[start] + extra) / max(1e-9, capacities[i_stage])
+        return (sums[stop] - sums[start] + extra[i_stage]) / max(1e-9, capacities[i_stage])
 
     # best[e] = (fullest of the stages so far, their edges) when they end at layer e
     best: dict[int, tuple[float, tuple[int, ...]]] = {

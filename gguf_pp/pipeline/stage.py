@@ -1,9 +1,10 @@
-"""A contiguous range of layers on one device, with its weights, its KV cache and its ring."""
+"""A part of the model on one device, with its weights, its KV cache and its ring."""
 
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,20 +13,49 @@ from torch import Tensor
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Backend, Stream
 from gguf_pp.batch import UBatch
-from gguf_pp.gguf import ModelFile
 from gguf_pp.ops.base import LayerKV, Ops
 from gguf_pp.pipeline.executor import Take
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import Rung
 from gguf_pp.pipeline.placement import kv_bytes, logits_rows, scratch_bytes
 from gguf_pp.pipeline.ring import Copy, Ring
+from gguf_pp.pipeline.split import Part
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What a device holds. `layers` is half open; buffers are the rotating copies and scratch."""
+
+    name: str
+    layers: tuple[int, int]
+    weight_bytes: int
+    kv_bytes: int
+    buffer_bytes: int
+    free_bytes: int
+    kernels: str
+
+    def __add__(self, other: "DeviceUse") -> "DeviceUse":
+        """Two stages of one device, of which at most one has layers."""
+        return DeviceUse(
+            self.name,
+            self.layers if self.layers[0] < self.layers[1] else other.layers,
+            self.weight_bytes + other.weight_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.buffer_bytes + other.buffer_bytes,
+            min(self.free_bytes, other.free_bytes),
+            self.kernels,
+        )
+
+
 class LayerStage:
-    """Layers [layers.start, layers.stop) of `model`; the first stage embeds, the last one has the
-    head."""
+    """The layers of `part`, and the ends of the model if they are in it.
+
+    `recent` are (rows, outputs, seconds) of the ubatches computed last.
+    """
+
+    elapsed_s = None
 
     def __init__(
         self,
@@ -33,15 +63,13 @@ class LayerStage:
         backend: Backend,
         make_ops: Callable[[], Ops],
         model: Model,
-        layers: range,
+        part: Part,
     ) -> None:
         self.backend = backend
-        self.layers = layers
-        self.first = layers.start == 0
-        self.last = layers.stop == model.hp.n_layers
+        self.part = part
         self.compute: Stream = backend.stream(f"stage {i_stage} compute", compute=True)
         self.transfer: Stream | None = (
-            None if self.last else backend.stream(f"stage {i_stage} transfer")
+            None if part.heads else backend.stream(f"stage {i_stage} transfer")
         )
         # On the device's own thread, so that the threads of its kernels start on its cores.
         self.ops: Ops = call(self.compute, make_ops).result()
@@ -58,23 +86,67 @@ class LayerStage:
         self._kv: list[LayerKV] = []
         self._input: Tensor | None = None
 
+    @property
+    def intake(self) -> Stream:
+        """The compute stream: it moves its own input."""
+        return self.compute
+
+    @property
+    def name(self) -> str:
+        """The device."""
+        return self.backend.name
+
+    @property
+    def layers(self) -> range:
+        """Layers held here; none in a stage that is only an end of the model."""
+        return self.part.layers
+
+    @property
+    def kernels(self) -> str:
+        """What computes."""
+        return self.ops.name
+
+    @property
+    def overhead_rows(self) -> int:
+        """As in Ops."""
+        return self.ops.overhead_rows
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of this host that compute."""
+        return self.backend.n_threads
+
+    @property
+    def recents(self) -> list[deque[tuple[int, int, float]]]:
+        """`recent` of every device in the stage that has layers."""
+        return [self.recent] if self.layers else []
+
+    def uses(self) -> list[DeviceUse]:
+        """What each device of the stage holds."""
+        return [
+            DeviceUse(
+                name=self.name,
+                layers=(self.layers.start, self.layers.stop),
+                weight_bytes=self.weight_bytes,
+                kv_bytes=self.kv_bytes,
+                buffer_bytes=self.ring.n_bytes + self.scratch_bytes,
+                free_bytes=self.backend.memory().free_bytes,
+                kernels=self.kernels,
+            )
+        ]
+
     def reserve_weights(self, n_bytes: int) -> None:
         """Take `n_bytes` for this stage's weights; raises OutOfMemory if the device has less."""
         self.backend.reserve(n_bytes, "weights")
         self.weight_bytes = n_bytes
 
-    def load_weights(
-        self, file: ModelFile, n_ctx: int, progress: Callable[[int], None]
-    ) -> Future[None]:
-        """Start to read this stage's weights, on its own device."""
-        loader = DeviceLoader(file, n_ctx, self.ops, progress)
-        return call(self.compute, lambda: self._load(loader))
-
-    def _load(self, loader: DeviceLoader) -> None:
-        if self.first:
+    def load_weights(self, loader: DeviceLoader) -> None:
+        """Read this stage's weights. Runs on the compute stream of the stage whose ops `loader`
+        has: this one, or another of the same device."""
+        if self.part.embeds:
             self._embedding = self._model.load_embedding(loader)
         self._weights = [self._model.load_layer(loader, i) for i in self.layers]
-        if self.last:
+        if self.part.heads:
             self._head = self._model.load_head(loader)
 
     def allocate(self, rung: Rung, n_slots: int, kv_types: tuple[str, str]) -> None:
@@ -94,10 +166,10 @@ class LayerStage:
             rung.n_copies,
             rung.ubatch_size,
             hp.n_embd,
-            first=self.first,
-            last=self.last,
+            inp=not self.part.embeds,
+            out=not self.part.heads,
         )
-        scratch = scratch_bytes(self._model, rung.ubatch_size, last=self.last)
+        scratch = scratch_bytes(self._model, rung.ubatch_size, last=self.part.heads)
         self.backend.reserve(scratch, "scratch")
         self.scratch_bytes = scratch
 
@@ -114,11 +186,15 @@ class LayerStage:
         if copy.inp is not None:
             self._input = copy.inp.tensor[: ubatch.n_rows].clone()
 
+    def abandon(self, copy: Copy, ubatch: UBatch) -> None:
+        """Drop what was loaded."""
+        self._input = None
+
     def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
         """Run the layers on what was loaded."""
         start = time.perf_counter()
         model, ops = self._model, self.ops
-        if self.first:
+        if self.part.embeds:
             x = model.embed(ops, self._embedding, ubatch.tokens)
         else:
             assert self._input is not None

@@ -1,0 +1,1 @@
+"""The other end of remote stages: lends this machine's devices to clients."""
