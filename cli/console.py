@@ -2,30 +2,18 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gguf_pp.errors import GgufPpError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-_WIDE = 160
+    from rich.progress import Progress
 
 
 class Misuse(GgufPpError):
     """Flags that contradict each other, or one that is missing; exit code 2."""
-
-
-def console() -> "Console":
-    """A console on stderr, wide where nobody looks at it directly."""
-    from rich.console import Console
-
-    out = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    if not out.is_terminal:
-        out.width = _WIDE
-    return out
 
 
 def show_error(message: str, hint: str | None) -> None:
@@ -38,6 +26,17 @@ def show_error(message: str, hint: str | None) -> None:
 def show_warning(message: str) -> None:
     """Print a warning as one line."""
     print(f"warning: {message}", file=sys.stderr)
+
+
+def show_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns, all but the first flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = (
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print(first, *rest, sep="  ", file=sys.stderr)
 
 
 class _Lines(logging.Handler):
@@ -66,22 +65,40 @@ def progress(text: str, *, in_bytes: bool) -> Iterator[Callable[[int, int], None
 
     The bar vanishes at the end; where stderr is no terminal there is none.
     """
+    bar: Progress | None = None
+
+    def update(so_far: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = _bar(text, in_bytes=in_bytes)
+        bar.update(bar.task_ids[0], completed=so_far, total=total)
+        bar.start()
+
+    try:
+        yield update if _has_terminal() else _no_bar
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _no_bar(so_far: int, total: int) -> None:
+    pass
+
+
+def _bar(text: str, *, in_bytes: bool) -> "Progress":
     from rich import progress as rich
+    from rich.console import Console
 
     columns = [rich.TextColumn(text, markup=False), rich.BarColumn()]
     if in_bytes:
         columns += [rich.DownloadColumn(), rich.TransferSpeedColumn()]
     else:
         columns += [rich.MofNCompleteColumn(), rich.TimeRemainingColumn()]
-    out = console()
+    out = Console(stderr=True, highlight=False, markup=False, emoji=False)
     bar = rich.Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
-    task = bar.add_task(text, total=None)
-
-    def update(so_far: int, total: int) -> None:
-        bar.update(task, completed=so_far, total=total)
-        bar.start()
-
-    try:
-        yield update
-    finally:
-        bar.stop()
+    bar.add_task(text, total=None)
+    return bar

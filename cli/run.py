@@ -12,7 +12,6 @@ from .console import Misuse
 from .flags import EngineFlags, SamplingFlags
 from .generate import Generator
 from .session import Session, open_session, placement, print_json, read_text, show_rates
-from .timeline import recorded_by, write_timeline
 
 if TYPE_CHECKING:
     from gguf_pp.api import Completion
@@ -110,6 +109,8 @@ def run(engine: EngineFlags, text: TextFlags, chat: ChatFlags, sampling: Samplin
                 raise Misuse("no prompt, and the model has no chat template", hint="give -p TEXT")
             generator(llm.tokenize(prompt, special=text.special))
         if text.timeline is not None:
+            from .timeline import recorded_by, write_timeline
+
             write_timeline(text.timeline, recorded_by(llm))
         goes_on = talk and not chat.single_turn
         _finish(session, generator.completions, as_json=text.as_json, goes_on=goes_on)

@@ -1,5 +1,6 @@
 """What commands that load a model have in common: open it, say what it is made of."""
 
+import gc
 import json
 import math
 import sys
@@ -14,7 +15,7 @@ from gguf_pp import config, fetch
 from gguf_pp.config import Options
 from gguf_pp.errors import ConfigError
 
-from .console import console, logs, progress, show_warning
+from .console import logs, progress, show_table, show_warning
 from .flags import EngineFlags
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def open_session(flags: EngineFlags, options: Options) -> Iterator[Session]:
         from gguf_pp.api import LLM
 
         start = time.perf_counter()
-        with progress(f"loading {path.name}", in_bytes=True) as update:
+        with progress(f"loading {path.name}", in_bytes=True) as update, _no_collection():
             llm = LLM(path, options, update)
         with llm:
             load_s = time.perf_counter() - start
@@ -51,24 +52,33 @@ def open_session(flags: EngineFlags, options: Options) -> Iterator[Session]:
             yield Session(llm, load_s)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Look for no garbage meanwhile: the modules of torch make none, and 250,000 objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def show_placement(llm: "LLM") -> None:
     """Print what each device holds, the context, and whether the devices are pipelined."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("device", no_wrap=True)
     buffers = f"buffers (x{llm.n_copies})" if llm.n_copies > 1 else "buffers"
-    for title in ("layers", "kernels", "weights", "KV", buffers, "free"):
-        table.add_column(title, no_wrap=True, justify="right")
+    rows: list[tuple[str, ...]] = [
+        ("device", "layers", "kernels", "weights", "KV", buffers, "free")
+    ]
     for use in llm.devices():
         first, end = use.layers
         sizes = (use.weight_bytes, use.kv_bytes, use.buffer_bytes, use.free_bytes)
-        table.add_row(use.name, f"{first}-{end - 1}", use.kernels, *map(mib, sizes))
-    out = console()
-    out.print(table)
-    out.print(f"n_ctx {llm.ctx_size} of {llm.ctx_train}")
+        rows.append((use.name, f"{first}-{end - 1}", use.kernels, *map(mib, sizes)))
+    show_table(rows)
     why_not = llm.not_pipelined_because
-    out.print(f"pipelining off: {why_not}" if why_not else f"pipelining on: {llm.n_copies} copies")
+    pipelining = f"off: {why_not}" if why_not else f"on: {llm.n_copies} copies"
+    print(f"n_ctx {llm.ctx_size} of {llm.ctx_train}", file=sys.stderr)
+    print(f"pipelining {pipelining}", file=sys.stderr)
 
 
 def placement(llm: "LLM") -> dict[str, object]:
@@ -92,7 +102,6 @@ def placement(llm: "LLM") -> dict[str, object]:
 
 def show_rates(completions: Sequence["Completion"]) -> None:
     """Print how fast prompts were read and answers written, all together."""
-    out = console()
     prompts = [(c.prompt_tokens, c.prompt_tokens_per_s) for c in completions]
     answers = [(c.decode_tokens, c.decode_tokens_per_s) for c in completions]
     for title, parts in (("prompt", prompts), ("decode", answers)):
@@ -100,7 +109,7 @@ def show_rates(completions: Sequence["Completion"]) -> None:
         n_tokens = sum(n for n, _ in timed)
         seconds = sum(n / rate for n, rate in timed)
         speed = f"{n_tokens / seconds:9.2f} tokens/s" if seconds else "        - tokens/s"
-        out.print(f"{title} {n_tokens:7d} tokens {speed}")
+        print(f"{title} {n_tokens:7d} tokens {speed}", file=sys.stderr)
 
 
 def mib(n_bytes: int) -> str:

@@ -248,17 +248,36 @@ def test_the_version_is_printed(capsys):
 
 @pytest.mark.parametrize("line", ["--help", "run --help", "run m --bogus", "run m -p x -ts nan"])
 def test_nothing_heavy_is_imported_before_it_is_needed(line):
+    allowed = ["numpy"] if "-ts" in line else []  # the sampling flags are checked first
+    assert imported(HEAVY, *line.split())[1] == allowed
+
+
+def imported(names: tuple[str, ...], *argv: str) -> tuple[int, list[str]]:
+    """Exit code of a command in a process of its own, and which of `names` it imported."""
     script = (
         "import sys\n"
         "from gguf_pp.cli.main import main\n"
-        "main(sys.argv[1:])\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)\n"
+        "code = main(sys.argv[1:])\n"
+        f"print(code, *(m for m in {names!r} if m in sys.modules), file=sys.stderr)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *line.split()], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script, *argv], capture_output=True, text=True, check=True
     )
-    allowed = ["numpy"] if "-ts" in line else []  # the sampling flags are checked first
-    assert done.stderr.splitlines()[-1] == str(allowed)
+    code, *found = done.stderr.splitlines()[-1].split()
+    return int(code), found
+
+
+def test_what_is_wrong_with_a_file_is_told_before_torch_is_imported(tmp_path, chat_model):
+    (tmp_path / "m.gguf").write_bytes(b"no GGUF at all")
+    wrong_vocabulary = ("--override-kv", "tokenizer.ggml.model=str:rwkv")
+    for argv in (["run", str(tmp_path / "m.gguf")], ["run", str(chat_model), *wrong_vocabulary]):
+        assert imported(("torch",), *argv, "-p", "x") == (1, [])
+
+
+def test_a_run_imports_nothing_for_what_it_does_not_do(chat_model):
+    unused = ("jinja2", "rich.progress", "rich.table", "gguf_pp.trace_file")
+    argv = ("run", str(chat_model), "-p", "Hello", "-n", "1", "-c", "64", "-no-cnv")
+    assert imported(("torch", *unused), *argv) == (0, ["torch"])
 
 
 def test_the_module_runs_like_the_script():

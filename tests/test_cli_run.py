@@ -1,6 +1,7 @@
 """`gguf-pp run` with a small model: what reaches stdout, and how it ends."""
 
 import errno
+import gc
 import json
 import os
 import pty
@@ -56,6 +57,13 @@ def test_stderr_shows_devices_context_pipelining_and_speed(capsys, chat_model):
     assert re.fullmatch(r"prompt +5 tokens +[\d.]+ tokens/s", lines[5])
     assert re.fullmatch(r"decode +4 tokens +[\d.]+ tokens/s", lines[6])
     assert len(lines) == 7
+
+
+def test_garbage_is_collected_again_once_the_model_is_there_or_not(capsys, chat_model):
+    assert run(capsys, chat_model, "-p", "Hello", "-n", "1", *GREEDY)[0] == 0
+    assert gc.isenabled()
+    assert run(capsys, chat_model, "-p", "Hello", "--layers", "1")[0] == 1
+    assert gc.isenabled()
 
 
 def test_why_pipelining_is_off_is_said_and_flags_without_effect_are_warned_of(capsys, chat_model):

@@ -194,6 +194,7 @@ def test_silent_strangers_do_not_keep_a_client_out(monkeypatch, caplog):
         channel = greeted(listener)
         serve.agreed.get(timeout=WAIT_S)
         assert time.monotonic() - before < WAIT_S / 3  # long before their timeout
+        assert len(listener._greeted) <= 64
         channel.close()
         for sock in silent:
             sock.close()

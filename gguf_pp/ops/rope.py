@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gguf_pp.ops.base import Rope, RopeParams
 
-_BLOCK = 4096
+_BLOCK = 256
+"""Positions at a time: what they take in float64 stays in the cache."""
 
 
 def make_rope(params: RopeParams, n_positions: int, freq_factors: Tensor | None = None) -> Rope:
@@ -33,7 +34,7 @@ def make_rope(params: RopeParams, n_positions: int, freq_factors: Tensor | None 
         frequency = frequency / params.factor * (1 - keep) + frequency * keep
         magnitude *= 1 + 0.1 * math.log(params.factor)
     cos, sin = (torch.empty(n_positions, len(frequency)) for _ in range(2))
-    for first in range(0, n_positions, _BLOCK):  # in float64 all at once is 4 times the tables
+    for first in range(0, n_positions, _BLOCK):
         rows = slice(first, first + _BLOCK)
         positions = torch.arange(first, min(first + _BLOCK, n_positions), dtype=torch.float64)
         angles = torch.outer(positions, frequency)

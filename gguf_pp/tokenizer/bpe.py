@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers
@@ -142,12 +143,11 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 
 def _merges(vocab: Vocab, metadata: Metadata) -> list[tuple[str, str]]:
     """Return the merges by rank; of a pair that is there twice, the first counts."""
-    ids = vocab.ids
     texts: list[str] = metadata.list_of("tokenizer.ggml.merges", str)
-    pairs = dict.fromkeys((left, right) for left, _, right in (t.partition(" ") for t in texts))
-    for left, right in pairs:
-        if left not in ids or right not in ids or left + right not in ids:
-            raise FormatError(
-                f"the merge {left!r} + {right!r} needs a token that the vocabulary lacks"
-            )
-    return list(pairs)
+    pairs = [(left, right) for left, _, right in (t.partition(" ") for t in dict.fromkeys(texts))]
+    known = vocab.ids.__contains__
+    # A file has up to half a million merges: the loops over good ones are not in Python.
+    if not all(map(known, chain.from_iterable(pairs))) or not all(map(known, map("".join, pairs))):
+        left, right = next(p for p in pairs if not all(map(known, (*p, "".join(p)))))
+        raise FormatError(f"the merge {left!r} + {right!r} needs a token that the vocabulary lacks")
+    return pairs

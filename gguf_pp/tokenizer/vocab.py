@@ -70,8 +70,7 @@ class Vocab:
 
     def of_type(self, *types: TokenType) -> list[int]:
         """Return the ids of all tokens of these types, in order."""
-        wanted = frozenset(types)
-        return [i for i, kind in enumerate(self.types) if kind in wanted]
+        return _of_type(self.types, *types)
 
 
 def read_vocab(metadata: Metadata, *, bos: int | None, eos: int | None, unk: int | None) -> Vocab:
@@ -105,6 +104,11 @@ def read_vocab(metadata: Metadata, *, bos: int | None, eos: int | None, unk: int
     )
 
 
+def _of_type(kinds: Iterable[int], *types: TokenType) -> list[int]:
+    wanted = frozenset(map(int, types))
+    return [i for i, kind in enumerate(kinds) if kind in wanted]
+
+
 def check_length(name: str, values: Sized, tokens: Sized) -> None:
     """Raise FormatError unless there is one value for each token."""
     if len(values) != len(tokens):
@@ -117,12 +121,12 @@ def _read_tokens(metadata: Metadata) -> list[str]:
     tokens: list[str] = metadata.list_of("tokenizer.ggml.tokens", str)
     if not tokens:
         raise FormatError("tokenizer.ggml.tokens is empty")
-    return [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
+    return tokens if all(tokens) else [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
 
 
 def _check_bytes(tokens: list[str], types: list[int]) -> None:
-    for i, kind in enumerate(types):
-        if kind == TokenType.BYTE and not re.fullmatch("<0x[0-9A-Fa-f]{2}>", tokens[i]):
+    for i in _of_type(types, TokenType.BYTE):
+        if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", tokens[i]):
             raise FormatError(f"token {i} has the type of a byte, but its text is {tokens[i]!r}")
 
 
