@@ -109,9 +109,10 @@ def _verdict(recorded: Timeline, summary: Summary) -> str:
 
 
 def _advice(recorded: Timeline, summary: Summary) -> str | None:
-    return advice(
+    found = advice(
         summary.all_waiting, summary.bubble, summary.busy_s, recorded.layers, summary.n_copies
     )
+    return None if found is None else str(found)
 
 
 def _percent(share: float) -> str:

@@ -1,9 +1,12 @@
 """`gguf-pp tune`: find the split that is fastest on these devices."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +14,7 @@ import typer
 from gguf_pp import fetch
 from gguf_pp.bench import Case
 from gguf_pp.config import resolve
-from gguf_pp.tune import Costs, Job, fastest_split, probe_costs
+from gguf_pp.tune import Comparison, Costs, Job, fastest_split, probe_costs
 
 from .console import Misuse, logs, progress
 from .flags import EngineFlags
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 _JOBS = {"prefill": ("prefill",), "decode": ("decode",), "both": ("prefill", "decode")}
 _PANEL = "Workload"
 _N_GEN = 32
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 7
+_ENOUGH_S = 120.0
+"""Seconds of measuring after which no round begins, once there is the minimum of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +77,12 @@ class TuneFlags:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A split with its tokens per second per job: as predicted, and as measured if it was."""
+    """A split with its tokens per second per job: as predicted, and in each round measured."""
 
     name: str
     layers: tuple[int, ...]
     predicted: tuple[float, ...]
-    measured: tuple[float, ...] | None = None
+    rounds: tuple[tuple[float, ...], ...] = ()
 
 
 def tune(engine: EngineFlags, flags: TuneFlags) -> None:
@@ -84,7 +90,9 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
 
     Times a few layers of each kind on every device, with real weights and on all devices at once,
     and the head and the transfers. Of all contiguous splits that fit the memory it takes the one
-    whose slowest stage is fastest, and compares it with the default, predicted and measured.
+    whose slowest stage is fastest, and compares it with the default: predicted, then measured in
+    rounds, in which both take turns. A difference that is within the noise counts for nothing: the
+    prediction stands.
     """
     name = engine.model_name()
     if flags.target not in _JOBS:
@@ -151,22 +159,30 @@ def _cases(config: "RuntimeConfig", jobs: Sequence[Job]) -> list[Case]:
 def _verify(
     path: Path, config: "RuntimeConfig", jobs: Sequence[Job], outcomes: Sequence[Outcome]
 ) -> list[Outcome]:
-    """Run every split that differs."""
+    """Run the splits that differ in turns, A B B A A B ..."""
     from gguf_pp.measure import measure
 
     splits = list(dict.fromkeys(outcome.layers for outcome in outcomes))
-    cases = [case for layers in splits for case in _cases(replace(config, layers=layers), jobs)]
-    with progress("measuring", in_bytes=False) as update:
-        results = list(measure(path, cases, progress=update))
-    speeds = {
-        layers: tuple(
-            result.row.tokens_per_s
-            for case, result in zip(cases, results, strict=True)
-            if case.config.layers == layers
-        )
-        for layers in splits
-    }
-    return [replace(outcome, measured=speeds[outcome.layers]) for outcome in outcomes]
+    by_split = {layers: _cases(replace(config, layers=layers), jobs) for layers in splits}
+    n_rounds = _MAX_ROUNDS if len(splits) > 1 else _MIN_ROUNDS
+    order = [splits if i % 2 == 0 else splits[::-1] for i in range(n_rounds)]
+    cases = [case for round_ in order for layers in round_ for case in by_split[layers]]
+    per_round = len(cases) // n_rounds
+    speeds: dict[Case, list[float]] = {}
+    start = time.monotonic()
+    with (
+        progress("measuring", in_bytes=False) as update,
+        closing(measure(path, cases, repetitions=1, progress=update)) as results,
+    ):
+        for i, (case, result) in enumerate(zip(cases, results, strict=False), 1):
+            speeds.setdefault(case, []).append(result.row.tokens_per_s)
+            late = time.monotonic() - start > _ENOUGH_S
+            if late and i % per_round == 0 and i // per_round >= _MIN_ROUNDS:
+                break
+    return [
+        replace(o, rounds=tuple(tuple(speeds[case]) for case in by_split[o.layers]))
+        for o in outcomes
+    ]
 
 
 def _flags(config: "RuntimeConfig", layers: Sequence[int]) -> str:
@@ -198,11 +214,21 @@ def _as_dict(
                 "name": o.name,
                 "layers_per_device": list(o.layers),
                 "predicted_tokens_per_s": list(o.predicted),
-                "measured_tokens_per_s": None if o.measured is None else list(o.measured),
+                "measured_tokens_per_s": [median(rounds) for rounds in o.rounds] or None,
             }
             for o in outcomes
         ],
-        "flags": _flags(config, best(outcomes).layers),
+        "speedups": [
+            {
+                "workload": c.job.workload,
+                "predicted": found.predicted,
+                "measured": found.measured,
+                "error": found.error if found.rounds else None,
+                "clear": found.clear,
+            }
+            for c, found in zip(costs, compare(*outcomes), strict=True)
+        ],
+        "flags": _flags(config, choose(*outcomes).layers),
     }
 
 
@@ -221,31 +247,48 @@ def _show(config: "RuntimeConfig", costs: Sequence[Costs], outcomes: Sequence[Ou
         titles += [f"{c.job.workload} tokens/s predicted", "measured"]
     print_table(titles, [_line(outcome) for outcome in outcomes], n_left=2)
     print()
-    print(_verdict(outcomes))
-    print(f"use {_flags(config, best(outcomes).layers)}")
-
-
-def best(outcomes: Sequence[Outcome]) -> Outcome:
-    """The fastest over all jobs, as measured if that was done; of equals the first."""
-
-    def speed(outcome: Outcome) -> float:
-        return math.prod(outcome.predicted if outcome.measured is None else outcome.measured)
-
-    return max(outcomes, key=speed)
-
-
-def _verdict(outcomes: Sequence[Outcome]) -> str:
-    default, fastest = outcomes
-    if default.layers == fastest.layers:
-        return "the default split is the fastest"
-    if best(outcomes) is default:
-        return "measured, the default split is no slower"
-    return "this split is faster than the default"
+    for line in _verdict([c.job.workload for c in costs], *outcomes):
+        print(line)
+    print(f"use {_flags(config, choose(*outcomes).layers)}")
 
 
 def _line(outcome: Outcome) -> list[str]:
     cells = [outcome.name, ",".join(map(str, outcome.layers))]
     for i, predicted in enumerate(outcome.predicted):
-        measured = "" if outcome.measured is None else f"{outcome.measured[i]:.1f}"
-        cells += [f"{predicted:.1f}", measured]
+        cells += [f"{predicted:.1f}", f"{median(outcome.rounds[i]):.1f}" if outcome.rounds else ""]
     return cells
+
+
+def compare(default: Outcome, fastest: Outcome) -> list[Comparison]:
+    """How much faster the second is, per job."""
+    rounds = [
+        tuple(b / a for a, b in zip(*pair, strict=True))
+        for pair in zip(default.rounds, fastest.rounds, strict=True)
+    ]
+    predicted = [b / a for a, b in zip(default.predicted, fastest.predicted, strict=True)]
+    return [Comparison(p, rounds[i] if rounds else ()) for i, p in enumerate(predicted)]
+
+
+def choose(default: Outcome, fastest: Outcome) -> Outcome:
+    """The faster one over all jobs; of equals the default."""
+    return fastest if math.prod(c.speedup for c in compare(default, fastest)) > 1 else default
+
+
+def _verdict(workloads: Sequence[str], default: Outcome, fastest: Outcome) -> Iterator[str]:
+    """What the comparison found for each workload."""
+    if default.layers == fastest.layers:
+        yield "the default split is the fastest"
+        return
+    split = f"--layers {','.join(map(str, fastest.layers))}"
+    chosen = choose(default, fastest)
+    for workload, found in zip(workloads, compare(default, fastest), strict=True):
+        predicted = f"predicted {found.predicted:.2f} times as fast as the default"
+        if found.measured is None:
+            yield f"{workload}: {split} is {predicted}"
+        else:
+            noise = "" if found.clear else ", which is within the noise: the prediction stands"
+            measured = f"{found.measured:.2f} ± {found.error:.2f} in {len(found.rounds)} rounds"
+            yield f"{workload}: {split} is {predicted}, measured {measured}{noise}"
+        if found.speedup < 1 if chosen is fastest else found.speedup > 1:
+            other = default if chosen is fastest else fastest
+            yield f"for {workload} alone the {other.name} split is better: tune --for {workload}"

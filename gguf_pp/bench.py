@@ -3,16 +3,29 @@
 Measuring itself is in measure.py; nothing here loads torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Annotated, Literal, get_type_hints
 
 from gguf_pp.config import RuntimeConfig
-from gguf_pp.timeline import Waiting, advice
+from gguf_pp.timeline import (
+    FEWER_DEVICES,
+    LARGER_UBATCHES,
+    MORE_COPIES,
+    MORE_STREAMS,
+    SMALLER_UBATCHES,
+    Advice,
+    Waiting,
+    advice,
+    layers_flag,
+)
 
 NO_GAIN = 1.03
-"""A speed-up below this is within what repetitions differ by."""
+"""A speed-up below this is none, however well repetitions agree."""
+NO_GAIN_ONCE = 1.1
+"""The same where there was only one repetition."""
 FILLED = 0.25
 """Share of idle device time up to which devices count as filled."""
 
@@ -177,45 +190,91 @@ def keys() -> dict[str, str]:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """What the numbers say, in plain sentences."""
-    many = [row for row in rows if len(row.devices) > 1]
-    said = [*_sequential(many), *_advised(many), *_enough_copies(many)]
+    """What the numbers say, in plain sentences that agree with each other.
+
+    What rows differ by counts before what the waiting of one suggests: nothing is suggested that
+    was measured and did not help.
+    """
+    tests = dict.fromkeys((row.test, row.devices) for row in rows if len(row.devices) > 1)
+    several = len({devices for _, devices in tests}) > 1
+    said, advised = [], []
+    for test, devices in tests:
+        alike = [row for row in rows if row.test == test]
+        if alike[0].n_gen and alike[0].parallel == 1:
+            n = len(devices)
+            said.append(f"decode of one stream is sequential: {n} devices cannot speed it up")
+        elif piped := [row for row in alike if row.devices == devices and row.pipeline]:
+            row = _fewest_copies(piped)
+            subject = f"{test} on {','.join(devices)}" if several else test
+            hint = _advice(row, rows)
+            said += _finding(row, alike, subject, filled=hint is None)
+            if hint is not None:
+                advised.append((row.bubble_share, f"{subject}: {hint}"))
+    # Only for the test that left devices idle the most: advice for two could disagree.
+    said += [text for _, text in sorted(advised)[-1:]]
     return list(dict.fromkeys(said))
 
 
-def _sequential(rows: Iterable[Row]) -> Iterator[str]:
-    for row in rows:
-        if row.n_gen and row.parallel == 1:
-            n = len(row.devices)
-            yield f"decode of one stream is sequential: {n} devices cannot speed it up"
+def _fewest_copies(piped: Sequence[Row]) -> Row:
+    """The row to choose: the fastest, or one with fewer copies that is as fast."""
+    fastest = max(piped, key=lambda row: row.tokens_per_s)
+    enough = [r for r in piped if _but_for_copies(r, fastest) and not _faster(fastest, r)]
+    return min(enough, key=lambda row: row.n_copies)
 
 
-def _advised(rows: Iterable[Row]) -> Iterator[str]:
-    """Advice for the pipelined row that left devices idle the most."""
-    able = [row for row in rows if row.pipeline and (row.n_prompt or row.parallel > 1)]
-    if not able:
-        return
-    worst = max(able, key=lambda row: row.bubble_share)
-    text = advice(
-        worst.waiting, worst.bubble_share, worst.busy_share, worst.layers_per_device, worst.n_copies
+def _but_for_copies(row: Row, other: Row) -> bool:
+    """Whether two rows of a test on the same devices differ in copies only."""
+
+    def rest(row: Row) -> tuple[object, ...]:
+        return row.layers_per_device, row.threads, row.n_prompt and row.ubatch_size
+
+    return rest(row) == rest(other)
+
+
+def _faster(row: Row, other: Row) -> bool:
+    """Whether a row beats another by more than repetitions differ."""
+    noise = math.hypot(row.tokens_per_s_sd, other.tokens_per_s_sd)
+    least = NO_GAIN if noise else NO_GAIN_ONCE
+    return row.tokens_per_s > max(least * other.tokens_per_s, other.tokens_per_s + noise)
+
+
+def _finding(row: Row, alike: Sequence[Row], subject: str, *, filled: bool) -> Iterator[str]:
+    """What comparing the chosen row with others of its test tells: at most one sentence."""
+    no_slower = [r for r in alike if not r.pipeline and not _faster(row, r)]
+    mine = [r for r in alike if r.devices == row.devices]
+    if alone := [r for r in no_slower if len(r.devices) == 1]:
+        yield f"{subject}: {alone[0].devices[0]} alone is no slower"
+    elif any(r in no_slower for r in mine):
+        yield f"{subject}: pipelining gains nothing over --n-copies 1"
+    elif any(r.n_copies > row.n_copies and _but_for_copies(r, row) for r in mine if r.pipeline):
+        if filled and row.bubble_share <= FILLED:
+            what = f"{row.parallel} streams fill" if row.n_gen else f"{subject} fills"
+            yield f"{what} {len(row.devices)} devices; more copies gain nothing"
+        else:
+            yield f"{subject}: more copies than {row.n_copies} gain nothing"
+
+
+def _advice(row: Row, rows: Sequence[Row]) -> Advice | None:
+    """What might help a row, less what is known not to."""
+    found = advice(
+        row.waiting, row.bubble_share, row.busy_share, row.layers_per_device, row.n_copies
     )
-    if text is not None:
-        yield f"{worst.test}: {text}"
+    return found and found.without(_tried(row, rows))
 
 
-def _enough_copies(rows: Iterable[Row]) -> Iterator[str]:
-    """Where two copies fill the devices, and more were tried in vain."""
-    alike: dict[tuple[object, ...], dict[int, Row]] = {}
-    for row in rows:
-        if row.pipeline:
-            sizes = row.ubatch_size if row.n_prompt else 0
-            same = (row.test, row.devices, row.layers_per_device, row.threads, sizes)
-            alike.setdefault(same, {})[row.n_copies] = row
-    for by_copies in alike.values():
-        few = by_copies.get(2)
-        if few is None or len(by_copies) < 2 or few.bubble_share > FILLED:
-            continue
-        best = max(row.tokens_per_s for row in by_copies.values())
-        if best < few.tokens_per_s * NO_GAIN:
-            what = f"{few.parallel} streams fill" if few.n_gen else f"{few.test} fills"
-            yield f"{what} {len(few.devices)} devices; more copies gain nothing"
+def _tried(chosen: Row, rows: Sequence[Row]) -> set[str]:
+    """Remedies for a row that others show the effect of, or that cannot have one: decoding has
+    ubatches of a row per stream."""
+    decodes = chosen.n_gen > 0
+    alike = [row for row in rows if row.test == chosen.test]
+    piped = [row for row in alike if row.pipeline and row.devices == chosen.devices]
+    phase = [row for row in rows if (row.n_gen > 0) == decodes]
+    shown = {
+        MORE_COPIES: any(row.n_copies > chosen.n_copies for row in piped),
+        MORE_STREAMS: any(row.parallel > chosen.parallel for row in phase),
+        SMALLER_UBATCHES: decodes or any(r.ubatch_size < chosen.ubatch_size for r in piped),
+        LARGER_UBATCHES: decodes or any(r.ubatch_size > chosen.ubatch_size for r in piped),
+        FEWER_DEVICES: any(len(row.devices) < len(chosen.devices) for row in alike),
+    }
+    shown |= {layers_flag(row.layers_per_device): True for row in piped}
+    return {remedy for remedy, known in shown.items() if known}

@@ -23,7 +23,7 @@ freed..start       the hand-over between threads: transfer, on the first stage s
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, pairwise
 
@@ -166,10 +166,38 @@ def faster_layers(busy: Sequence[float], layers: Sequence[int]) -> tuple[int, ..
     return tuple(better) if slowest * SLOWER_WORTH_SAYING < max(busy) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What keeps devices idle, and one or more things to try."""
+
+    cause: str
+    remedies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.cause}: try {', or '.join(self.remedies)}"
+
+    def without(self, tried: Container[str]) -> "Advice | None":
+        """The same less what was tried already; None if nothing is left."""
+        left = tuple(remedy for remedy in self.remedies if remedy not in tried)
+        return Advice(self.cause, left) if left else None
+
+
+MORE_COPIES = "more copies (--n-copies)"
+MORE_STREAMS = "more streams"
+SMALLER_UBATCHES = "smaller ubatches (-ub)"
+LARGER_UBATCHES = "larger ubatches (-ub)"
+FEWER_DEVICES = "fewer devices"
+
+
+def layers_flag(layers: Iterable[int]) -> str:
+    """The flag for these numbers of layers, as a remedy."""
+    return f"--layers {','.join(map(str, layers))}"
+
+
 def advice(
     waiting: Waiting, bubble: float, busy: Sequence[float], layers: Sequence[int], n_copies: int
-) -> str | None:
-    """What to do about the cause that dominates, as a sentence; None if nothing is worth it.
+) -> Advice | None:
+    """What to do about the cause that dominates; None if nothing is worth it.
 
     `busy` are seconds or shares of each stage.
     """
@@ -177,23 +205,21 @@ def advice(
         return None
     if waiting.main_cause == "starved":
         if n_copies == 1:
-            return "one ubatch is in flight, devices take turns: try --n-copies 2"
-        n = len(busy)
-        return (
-            f"too little is in flight for {n} devices: try more streams, or smaller ubatches (-ub)"
-        )
+            return Advice("one ubatch is in flight, devices take turns", ("--n-copies 2",))
+        cause = f"too little is in flight for {len(busy)} devices"
+        return Advice(cause, (MORE_STREAMS, SMALLER_UBATCHES))
     if waiting.main_cause == "transfer":
-        return "devices wait for transfers: try fewer devices, or larger ubatches (-ub)"
+        return Advice("devices wait for transfers", (FEWER_DEVICES, LARGER_UBATCHES))
     return _even_out(busy, layers)
 
 
-def _even_out(busy: Sequence[float], layers: Sequence[int]) -> str:
+def _even_out(busy: Sequence[float], layers: Sequence[int]) -> Advice:
     slow, fast = max(busy), min(busy)
     better = faster_layers(busy, layers)
     if better is None or fast <= 0:
-        return "stages are even on average but vary: try more copies (--n-copies)"
-    counts = ",".join(map(str, better))
-    return f"stage {busy.index(slow)} is {slow / fast:.1f} times slower: try --layers {counts}"
+        return Advice("stages are even on average but vary", (MORE_COPIES,))
+    cause = f"stage {busy.index(slow)} is {slow / fast:.1f} times slower"
+    return Advice(cause, (layers_flag(better),))
 
 
 class _View:

@@ -1,6 +1,7 @@
 """Finds the split that keeps all devices equally busy, from times measured on them."""
 
 import math
+import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,6 +13,8 @@ Workload = Literal["prefill", "decode"]
 
 LAYERS_PER_KIND = 8
 """Layers of a kind that are timed: one alone would stay in the cache."""
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""97.5 % quantiles of Student's distribution, from one degree of freedom on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,41 @@ class Costs:
         if self.job.workload == "prefill":
             return self.job.n_tokens / (once + (n - 1) * slowest)
         return self.job.n_tokens / max(n * slowest, once)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many times as fast one split is as another at a job: as predicted, and as measured in
+    `rounds`, in each of which both ran, so that what slows the machine down for a while counts for
+    both. Without rounds nothing was measured."""
+
+    predicted: float
+    rounds: tuple[float, ...] = ()
+
+    @property
+    def measured(self) -> float | None:
+        """The median round."""
+        return statistics.median(self.rounds) if self.rounds else None
+
+    @property
+    def error(self) -> float:
+        """Half the width of the 95 % confidence interval, by Student's t; of less than two rounds
+        it is infinite."""
+        n = len(self.rounds)
+        if n < 2:
+            return math.inf
+        t = T_95[min(n - 2, len(T_95) - 1)]
+        return t * statistics.stdev(self.rounds) / math.sqrt(n)
+
+    @property
+    def clear(self) -> bool:
+        """Whether what was measured is more than noise."""
+        return self.measured is not None and abs(self.measured - 1) > self.error
+
+    @property
+    def speedup(self) -> float:
+        """What to go by: the measurement if it is clear, else the prediction."""
+        return self.measured if self.measured is not None and self.clear else self.predicted
 
 
 def probe_costs(probe: Probe, kinds: Sequence[Hashable], job: Job) -> Costs:

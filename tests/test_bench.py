@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gguf_pp
 from gguf_pp.bench import Case, Row, Sweep, alone, keys, remarks, serial
@@ -247,7 +249,7 @@ def test_a_slow_stage_is_named_with_a_better_split():
         waiting_starved=0.1,
         waiting_uneven=0.9,
     )
-    assert remarks([ROW, slow]) == ["pp512: stage 1 is 1.4 times slower: try --layers 18,12"]
+    assert remarks([DECODE, slow]) == ["pp512: stage 1 is 1.4 times slower: try --layers 18,12"]
 
 
 def test_copies_that_gain_nothing_are_named():
@@ -257,6 +259,109 @@ def test_copies_that_gain_nothing_are_named():
     assert remarks([ROW, replace(ROW, n_copies=4)]) == [
         "pp512 fills 2 devices; more copies gain nothing"
     ]
+    idle = replace(DECODE, bubble_share=0.3, waiting_starved=0.0, waiting_transfer=1.0)
+    assert remarks([idle, replace(idle, n_copies=4, ubatch_size=128)])[0] == (
+        "tg64 @ 8: more copies than 2 gain nothing"
+    )
     assert remarks([DECODE, replace(more, tokens_per_s=110.0)]) == []
-    assert remarks([DECODE, replace(more, pipeline=False)]) == []
     assert remarks([DECODE, replace(more, layers_per_device=(14, 16))]) == []
+
+
+def test_a_difference_within_what_repetitions_differ_by_is_none():
+    more = replace(ROW, n_copies=4, tokens_per_s=110.0)
+    gains_nothing = ["pp512 fills 2 devices; more copies gain nothing"]
+    assert remarks([ROW, more]) == []
+    assert remarks([replace(ROW, tokens_per_s_sd=12.0), more]) == gains_nothing
+    once = [replace(row, tokens_per_s_sd=0.0) for row in (ROW, more)]
+    assert remarks(once) == gains_nothing
+    assert remarks([once[0], replace(once[1], tokens_per_s=111.0)]) == []
+
+
+def test_pipelining_that_gains_nothing_is_called_so_rather_than_full_devices():
+    serial = replace(DECODE, n_copies=1, pipeline=False, tokens_per_s=99.0, bubble_share=0.5)
+    rows = [serial, DECODE, replace(DECODE, n_copies=4)]
+    assert remarks(rows) == ["tg64 @ 8: pipelining gains nothing over --n-copies 1"]
+    assert remarks([replace(serial, tokens_per_s=60.0), DECODE]) == []
+
+
+def test_one_device_that_is_no_slower_than_two_is_named():
+    one = replace(ROW, devices=("cpu",), layers_per_device=(30,), n_copies=1, pipeline=False)
+    assert remarks([one, ROW]) == ["pp512: cpu alone is no slower"]
+    assert remarks([replace(one, tokens_per_s=60.0), ROW]) == []
+
+
+VARYING = replace(
+    DECODE, busy_share=(0.8, 0.8), bubble_share=0.2, waiting_starved=0.0, waiting_uneven=1.0
+)
+
+
+def test_nothing_is_advised_that_was_measured_and_did_not_help():
+    more = replace(VARYING, n_copies=4)
+    advice = "tg64 @ 8: stages are even on average but vary: try more copies (--n-copies)"
+    assert remarks([VARYING]) == [advice]
+    assert remarks([VARYING, more]) == ["8 streams fill 2 devices; more copies gain nothing"]
+    assert remarks([VARYING, replace(more, tokens_per_s=120.0)]) == [advice]
+
+    slow = replace(VARYING, busy_share=(0.6, 1.0))
+    assert remarks([slow]) == ["tg64 @ 8: stage 1 is 1.7 times slower: try --layers 19,11"]
+    assert remarks([slow, replace(slow, layers_per_device=(19, 11), tokens_per_s=95.0)]) == []
+
+    starved = replace(ROW, bubble_share=0.3)
+    few = "pp512: too little is in flight for 2 devices: try "
+    assert remarks([starved]) == [few + "more streams, or smaller ubatches (-ub)"]
+    assert remarks([starved, replace(starved, ubatch_size=32)]) == [few + "more streams"]
+    eight = replace(ROW, test="pp512 @ 8", parallel=8)
+    assert remarks([starved, eight]) == [few + "smaller ubatches (-ub)"]
+
+
+def test_full_devices_are_not_told_to_move_layers():
+    slow = replace(ROW, busy_share=(0.7, 0.95), bubble_share=0.2, waiting_uneven=1.0)
+    slow = replace(slow, waiting_starved=0.0)
+    assert remarks([slow, replace(slow, n_copies=4)]) == [
+        "pp512: more copies than 2 gain nothing",
+        "pp512: stage 1 is 1.4 times slower: try --layers 17,13",
+    ]
+
+
+def test_with_several_sets_of_devices_each_is_named():
+    other = replace(ROW, devices=("cpu:0", "cuda:0"))
+    rows = [replace(row, n_copies=n) for row in (ROW, other) for n in (2, 4)]
+    assert remarks(rows) == [
+        "pp512 on cpu:0,cpu:1 fills 2 devices; more copies gain nothing",
+        "pp512 on cpu:0,cuda:0 fills 2 devices; more copies gain nothing",
+    ]
+
+
+shares = st.floats(0.05, 1)
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda test, **changes: replace(ROW if test == "pp512" else DECODE, **changes),
+            test=st.sampled_from(["pp512", "tg64 @ 8"]),
+            n_copies=st.sampled_from([1, 2, 4]),
+            layers_per_device=st.sampled_from([(15, 15), (17, 13)]),
+            ubatch_size=st.sampled_from([32, 64]),
+            pipeline=st.booleans(),
+            tokens_per_s=st.floats(80, 120),
+            tokens_per_s_sd=st.sampled_from([0.0, 2.0, 15.0]),
+            busy_share=st.tuples(shares, shares),
+            bubble_share=st.floats(0, 0.9),
+            waiting_starved=st.floats(0, 1),
+            waiting_uneven=st.floats(0, 1),
+            waiting_transfer=st.floats(0, 1),
+        ),
+        max_size=8,
+    )
+)
+def test_no_two_remarks_contradict_each_other(rows):
+    said = remarks(rows)
+    assert sum("try" in text for text in said) <= 1
+    for test, subject in (("pp512", "pp512"), ("tg64 @ 8", "8 streams")):
+        mine = [text for text in said if text.startswith((test, subject))]
+        assert sum("try" not in text for text in mine) <= 1
+        advice = [text for text in mine if "try" in text]
+        assert not (advice and any("fill" in text for text in mine))
+        if any("more copies" in text and "nothing" in text for text in mine):
+            assert not any("copies" in text for text in advice)

@@ -1,4 +1,4 @@
-"""`gguf-pp bench`, `timeline` and `tune`: what they print, write and refuse."""
+"""`gguf-pp bench` and `timeline`: what they print, write and refuse."""
 
 import csv
 import io
@@ -6,8 +6,8 @@ import json
 import re
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +15,7 @@ from gguf_pp import trace_file
 from gguf_pp.bench import keys
 from gguf_pp.cli import bench as bench_command
 from gguf_pp.cli.main import main
-from gguf_pp.cli.tune import Outcome, best
+from gguf_pp.cli.plot import lines
 
 TWO = ("--device", "cpu:0,cpu:1")
 SHORT = ("-p", "16", "-n", "2", "-r", "1", "--no-warmup", "-ub", "8")
@@ -156,6 +156,22 @@ def test_a_plot_is_drawn(capsys, chat_model, tmp_path, name, magic):
     assert path.read_bytes().startswith(magic)
 
 
+def row(**changes) -> SimpleNamespace:
+    """What drawing lines looks at."""
+    plain = {"test": "pp8", "n_prompt": 8, "ubatch_size": 8, "n_copies": 1, "threads": (1, 1)}
+    placed = {"devices": ("a", "b"), "layers_per_device": (2, 2)}
+    return SimpleNamespace(**{**plain, **placed, **changes})
+
+
+def test_lines_of_a_plot_have_rows_that_differ_in_copies():
+    auto = [row(n_copies=2, ubatch_size=4), row(), row(test="pp8 @ 2")]
+    assert lines(auto) == {"pp8": [auto[1], auto[0]], "pp8 @ 2": [auto[2]]}
+    swept = [row(n_copies=n, ubatch_size=size) for size in (4, 8) for n in (1, 2)]
+    assert lines(swept) == {"pp8, ubatch 4": swept[:2], "pp8, ubatch 8": swept[2:]}
+    moved = [row(), row(layers_per_device=(3, 1))]
+    assert list(lines(moved)) == ["pp8, a,b (2,2)", "pp8, a,b (3,1)"]
+
+
 def test_the_timeline_of_a_benchmark_is_that_of_its_last_row(capsys, chat_model, tmp_path):
     path = tmp_path / "t.json"
     assert bench(capsys, chat_model, *TWO, "-n", "0", "--timeline", str(path))[0] == 0
@@ -213,60 +229,3 @@ def test_what_is_no_timeline_is_an_error(capsys, tmp_path):
         f"error: {path} is not a timeline of gguf-pp: otherData is no dict",
         " hint: --timeline FILE writes one",
     ]
-
-
-@pytest.fixture
-def hasty(monkeypatch):
-    """Times every layer only a few times."""
-    monkeypatch.setattr("gguf_pp.probe.MIN_SECONDS", 0.0)
-
-
-def test_tune_compares_the_default_split_with_the_fastest_and_names_the_flags(
-    capsys, chat_model, hasty
-):
-    assert main(["tune", chat_model, *TWO, "-p", "16", "--parallel", "2", "-t", "1,1"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    titles = "device prefill ms a layer decode ms a layer prefill ms head decode ms head"
-    assert " ".join(out[0].split()) == titles
-    assert [line.split()[0] for line in out[1:3]] == ["cpu:0", "cpu:1"]
-    default, fastest = (line.split() for line in out[5:7])
-    assert default[:2] == ["default", "2,2"]
-    assert [len(default), len(fastest)] == [6, 6]
-    assert all(float(cell) > 0 for cell in (*default[2:], *fastest[2:]))
-    used = {f"use --device cpu:0,cpu:1 --layers {split[1]} -t 1,1" for split in (default, fastest)}
-    assert out[-1] in used
-
-
-def test_tune_as_json_has_costs_splits_and_flags(capsys, chat_model, hasty):
-    argv = ("-p", "16", "--for", "prefill", "--no-verify", "--json")
-    assert main(["tune", chat_model, *TWO, *argv]) == 0
-    got = json.loads(capsys.readouterr().out)
-    assert list(got) == ["devices", "jobs", "splits", "flags"]
-    [job] = got["jobs"]
-    assert (job["workload"], job["n_tokens"]) == ("prefill", 16)
-    assert [len(times) for times in job["layer_s"]] == [4, 4]
-    default, fastest = got["splits"]
-    assert (default["layers_per_device"], default["measured_tokens_per_s"]) == ([2, 2], None)
-    assert sum(fastest["layers_per_device"]) == 4
-
-
-def test_what_was_measured_overrules_what_was_predicted():
-    default = Outcome("default", (2, 2), (10.0, 5.0))
-    fastest = Outcome("fastest", (3, 1), (12.0, 5.0))
-    assert best([default, fastest]) is fastest
-    default, fastest = replace(default, measured=(9.0, 4.0)), replace(fastest, measured=(8.0, 4.0))
-    assert best([default, fastest]) is default
-    assert best([default, replace(default, name="fastest")]) is default
-
-
-TUNE_MISUSE = {
-    ("--for", "chat"): "--for cannot be 'chat'",
-    ("-ts", "1,1"): "-ts and --layers are what tune finds",
-    ("--device", "cpu"): "there is nothing to split on one device",
-}
-
-
-@pytest.mark.parametrize("argv", TUNE_MISUSE, ids=" ".join)
-def test_misuse_of_tune_is_told_before_anything_is_loaded(capsys, argv):
-    assert main(["tune", "missing.gguf", *TWO, *argv]) == 2
-    assert capsys.readouterr().err.splitlines()[0] == f"error: {TUNE_MISUSE[argv]}"

@@ -13,6 +13,7 @@ from gguf_pp.backend.trace import Slice
 from gguf_pp.errors import FormatError
 from gguf_pp.pipeline.plan import bubble
 from gguf_pp.timeline import (
+    Advice,
     Summary,
     Timeline,
     Waiting,
@@ -159,7 +160,8 @@ def test_layers_move_from_the_slow_stage_to_the_fast_one():
 
 
 def said(summary: Summary, layers) -> str | None:
-    return advice(summary.all_waiting, summary.bubble, summary.busy_s, layers, summary.n_copies)
+    found = advice(summary.all_waiting, summary.bubble, summary.busy_s, layers, summary.n_copies)
+    return None if found is None else str(found)
 
 
 def test_advice_follows_the_cause():
@@ -180,6 +182,15 @@ def test_advice_follows_the_cause():
         "stages are even on average but vary: try more copies (--n-copies)"
     )
     assert said(pipelined([[1.0] * 3]), [8]) is None
+
+
+def test_advice_less_what_was_tried_keeps_the_rest_or_is_none():
+    found = Advice("too little is in flight", ("more streams", "smaller ubatches (-ub)"))
+    assert found.without({"more copies"}) == found
+    assert str(found.without({"more streams"})) == (
+        "too little is in flight: try smaller ubatches (-ub)"
+    )
+    assert found.without(found.remedies) is None
 
 
 def recorded() -> Timeline:

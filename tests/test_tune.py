@@ -11,7 +11,7 @@ from gguf_pp.config import Options, resolve
 from gguf_pp.errors import PlacementError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.probe import ModelProbe
-from gguf_pp.tune import Costs, Job, fastest_split, probe_costs
+from gguf_pp.tune import Comparison, Costs, Job, fastest_split, probe_costs
 from tests.simulated import Run
 
 PROMPT = Job("prefill", 80, 10)
@@ -102,6 +102,23 @@ def test_memory_limits_the_split():
         fastest_split([costs], lambda d, part: len(part) < 4)
     with pytest.raises(PlacementError):
         fastest_split([Costs(PROMPT, ((1.0,), (1.0,)), (0.0, 0.0), (0.0,))])
+
+
+def test_a_comparison_goes_by_what_was_measured_only_if_it_is_more_than_noise():
+    assert (Comparison(1.2).measured, Comparison(1.2).speedup) == (None, 1.2)
+    steady = Comparison(1.2, (0.9, 0.91, 0.89))
+    assert (steady.measured, steady.clear, steady.speedup) == (0.9, True, 0.9)
+    assert steady.error == pytest.approx(4.30 * 0.01 / 3**0.5)
+    noisy = Comparison(1.2, (0.9, 0.7, 1.3))
+    assert (noisy.measured, noisy.clear, noisy.speedup) == (0.9, False, 1.2)
+    assert not Comparison(1.2, (2.0,)).clear
+
+
+def test_one_bad_round_makes_a_difference_unclear_and_never_turns_it():
+    good = (1.3, 1.31, 1.29, 1.3, 1.3, 1.31)
+    assert Comparison(1.0, good).clear
+    spoiled = Comparison(1.0, (*good, 0.3))
+    assert (spoiled.measured, spoiled.clear) == (1.3, False)
 
 
 times = st.lists(st.floats(0.1, 9), min_size=6, max_size=6)
