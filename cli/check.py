@@ -21,12 +21,13 @@ def check(
     as_json: bool,
 ) -> None:
     """Print the report on a worker. Raises RemoteError if it cannot be had."""
+    from gguf_pp.pipeline.lent import Access
     from gguf_pp.worker.check import look_at
 
     opened = nullcontext(None) if model is None else ModelFile.open(fetch.resolve(model))
     with opened as file:
         identity = None if file is None else identity_of(file)
-    report = look_at(address, identity, secret_file, tls_ca, timeout_s)
+    report = look_at(address, identity, Access(secret_file, tls_ca, timeout_s))
     if as_json:
         print_json(report.as_dict())
         return
@@ -40,10 +41,10 @@ def check(
     print(f"bandwidth {rates[0]:.0f} MB/s there, {rates[1]:.0f} MB/s back")
     rows = [
         (
-            str(device["name"]),
-            f"{device['n_threads']} threads, {device['kernels']} kernels",
-            size(device["total_bytes"]),
-            size(device["free_bytes"]),
+            device.name_there,
+            f"{device.n_threads} threads, {device.kernels} kernels",
+            size(device.total_bytes),
+            size(device.free_bytes),
         )
         for device in report.devices
     ]

@@ -68,7 +68,8 @@ def plan(flags: PlanFlags) -> None:
     does not fit ends with what is missing and exit code 1.
     """
     from gguf_pp.gguf import ModelFile
-    from gguf_pp.pipeline.estimate import estimate, resolve
+    from gguf_pp.pipeline.estimate import estimate
+    from gguf_pp.pipeline.planned import resolve
 
     name = flags.model_name()
     settled, devices = resolve(replace(flags.options(), parallel=flags.parallel))

@@ -93,7 +93,7 @@ class RuntimeConfig:
 
 def resolve(asked: Options) -> RuntimeConfig:
     """Check every flag and settle what does not depend on the model; raises ConfigError."""
-    named = parse_devices(_names(asked))
+    named = parse_devices(named_devices(asked))
     notes: list[str] = []
     devices, shares, layers = _split(asked, _with_threads(named, asked.threads), notes)
     if asked.n_gpu_layers is not None and all(d.kind != "cuda" for d in devices):
@@ -125,7 +125,7 @@ def resolve(asked: Options) -> RuntimeConfig:
     )
 
 
-def _names(asked: Options) -> str:
+def named_devices(asked: Options) -> str:
     """`--device`, and after it the workers of `--rpc`."""
     device = "cpu" if asked.device is None else asked.device
     if asked.rpc is None:

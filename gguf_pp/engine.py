@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gguf_pp.batch import Span, UBatch
-from gguf_pp.errors import PlacementError, RemoteError, RequestError
+from gguf_pp.errors import GgufPpError, RemoteError, RequestError
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.executor import Take, Ticket
 from gguf_pp.pipeline.groups import auto_ubatch_size, choose_groups, fit_stage_time
@@ -113,8 +113,8 @@ class Engine:
 
     def step(self) -> bool:
         """Queue what may go, then wait for the oldest ubatch; False when nothing is left to do."""
-        if self.pipeline.broken:
-            self._mend()
+        if (lost := self.pipeline.failure) is not None:
+            self._mend(lost)
         start = time.perf_counter()
         self._admit()
         while (flight := self._next_flight()) is not None:
@@ -128,7 +128,7 @@ class Engine:
             self._land()
         return True
 
-    def _mend(self) -> Exception | None:
+    def _mend(self, lost: RemoteError) -> GgufPpError | None:
         """A worker was lost, and with it the cache of every sequence: those that run have failed.
 
         Those that wait go on with a new session; if there is none to be had they fail too, with the
@@ -136,13 +136,12 @@ class Engine:
         """
         self.drain()
         for request in list(self._active):
-            lost = RemoteError("a worker was lost, and the sequence with it")
-            self._fail(request, lost)
+            self._fail(request, RemoteError(f"{lost}, and the sequence is lost with it"))
             self._leave_if_idle(request)
         self._slot_tokens = [[] for _ in range(self.n_slots)]
         try:
             self.pipeline.revive()
-        except (RemoteError, PlacementError) as exc:
+        except GgufPpError as exc:
             while self._waiting:
                 self._fail(self._waiting.popleft(), exc)
             return exc
@@ -168,7 +167,7 @@ class Engine:
         """
         self._check(tokens, room=0)
         self.drain()
-        if self.pipeline.broken and (failure := self._mend()) is not None:
+        if (lost := self.pipeline.failure) is not None and (failure := self._mend(lost)):
             raise failure
         if not self._free_slots:
             raise RequestError("no slot is free", hint="finish or cancel a request first")

@@ -13,8 +13,9 @@ from gguf_pp.errors import ConfigError, DownloadError, PlacementError, Unsupport
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline import placement
 from gguf_pp.pipeline.build import Pipeline
-from gguf_pp.pipeline.estimate import estimate, parse_memory, resolve
+from gguf_pp.pipeline.estimate import estimate
 from gguf_pp.pipeline.memory import Rung
+from gguf_pp.pipeline.planned import parse_memory, resolve
 from tests.gguf_bytes import STRING, gguf, key
 from tests.tiny import NAMES, write_tiny
 

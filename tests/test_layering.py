@@ -46,6 +46,8 @@ TORCH_FREE = (
     "gguf_pp.tokenizer",
     "gguf_pp.wire",
     "gguf_pp.net",
+    "gguf_pp.worker.store",
+    "gguf_pp.request",
     "gguf_pp.arch",
     "gguf_pp.models.llama",
     "gguf_pp.pipeline.estimate",

@@ -1,4 +1,6 @@
+import fcntl
 import os
+import shutil
 
 import pytest
 from hypothesis import given
@@ -290,3 +292,21 @@ def test_sessions_and_eviction_race_without_harm(file, cache_dir):
                 send(stored, file)
                 stored.finish()
                 assert_same(stored, file)
+
+
+def test_a_lock_of_what_was_just_removed_is_not_one(file, cache_dir, monkeypatch):
+    """Another process evicts the model between opening its lock and having it."""
+    store, flock, n_removed = Store([], cache_dir, LARGE), fcntl.flock, []
+
+    def late(lock, how):
+        if len(n_removed) < 2:
+            (home,) = cache_dir.glob("*/*")
+            n_removed.append(shutil.rmtree(home))
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with open_in(store, file) as stored:
+        assert len(n_removed) == 2
+        assert len(files(cache_dir, "lock")) == 1
+        send(stored, file)
+        assert_same(stored, file)

@@ -13,7 +13,7 @@ from gguf_pp.backend.cpu import CpuBackend
 from gguf_pp.backend.host import share_cores
 from gguf_pp.backend.trace import Trace
 from gguf_pp.config import RuntimeConfig
-from gguf_pp.errors import PlacementError
+from gguf_pp.errors import PlacementError, RemoteError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.gguf.identity import identity_of
 from gguf_pp.ops import make_ops
@@ -193,16 +193,28 @@ class Pipeline:
             stage.release()
 
     @property
-    def broken(self) -> bool:
-        """Whether a worker was lost, and what it held with it."""
-        return any(stage.peer.failure is not None for stage in self.remote_stages)
+    def failure(self) -> RemoteError | None:
+        """How a worker was lost, and what it held with it; None if all is well."""
+        failures = [stage.peer.failure for stage in self.remote_stages]
+        return next((failure for failure in failures if failure is not None), None)
 
     def revive(self) -> None:
         """Make all workers ready again, with the same stages and sizes; their caches are empty.
 
         Raises RemoteError if one cannot be reached, PlacementError if it has less memory now.
-        Nothing may be in flight.
+        What was in flight must have failed.
         """
+        for stage in self.remote_stages:
+            stage.settle()
+        try:
+            self._reopen()
+        except BaseException:
+            for stage in self.remote_stages:  # half made it is still lost
+                stage.peer.close()
+            raise
+        self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
+
+    def _reopen(self) -> None:
         for stage in self.remote_stages:
             stage.peer.reconnect()
             stage.reset()
@@ -213,7 +225,6 @@ class Pipeline:
             except OutOfMemory as exc:
                 raise _too_large(exc, stage.layers) from exc
         self._load_weights(self.remote_stages, lambda done, total: None)
-        self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
 
     def close(self) -> None:
         """Stop the devices' threads, leave the workers, and drop weights and buffers."""

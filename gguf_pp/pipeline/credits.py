@@ -1,6 +1,7 @@
 """Permission to send ubatches: as many at a time as the other side has copies for."""
 
 import threading
+from collections.abc import Callable
 
 from gguf_pp.errors import RemoteError
 from gguf_pp.net import Channel, Connection
@@ -39,8 +40,16 @@ class Credits:
 class Outgoing:
     """A worker's connection to the next one, which takes ubatches and returns credits."""
 
-    def __init__(self, channel: Channel, timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        timeout_s: float,
+        heartbeat_s: float,
+        tell: Callable[[RemoteError], None],
+    ) -> None:
+        """`tell` hears once or more that the connection is lost, before `submit` raises it."""
         self._credits = Credits()
+        self._tell = tell
         self.connection = Connection(channel, timeout_s, self, heartbeat_s=heartbeat_s)
         self.connection.start()
 
@@ -49,8 +58,12 @@ class Outgoing:
 
         Raises RemoteError.
         """
-        self._credits.spend()
-        self.connection.send(Verb.SUBMIT, id_, meta, payload, wait=True)
+        try:
+            self._credits.spend()
+            self.connection.send(Verb.SUBMIT, id_, meta, payload, wait=True)
+        except RemoteError as exc:
+            self._tell(exc)
+            raise
 
     def payload_for(self, frame: Frame) -> memoryview:
         """As in net.Handler."""
@@ -64,6 +77,7 @@ class Outgoing:
 
     def lost(self, error: RemoteError) -> None:
         """As in net.Handler."""
+        self._tell(error)
         self._credits.fail(error)
 
     def close(self) -> None:

@@ -1,15 +1,13 @@
 """The devices of a run, opened: those of this machine, and those that workers lend."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gguf_pp.backend.base import Backend
 from gguf_pp.backend.cpu import Budget
 from gguf_pp.backend.open import open_devices
 from gguf_pp.config import Device, RuntimeConfig
-from gguf_pp.errors import ConfigError
+from gguf_pp.pipeline.lent import chosen, expanded
 from gguf_pp.pipeline.peer import Peer, RemoteDevice
-from gguf_pp.pipeline.split import split_by_shares
 
 
 @dataclass(slots=True)
@@ -54,7 +52,7 @@ def open_all(config: RuntimeConfig) -> Devices:
         raise
     local = [device for device in config.devices if device.endpoint is None]
     backends = iter(open_devices(local, budget))
-    config = _expanded(config, [len(remote) or 1 for remote in found])
+    config = expanded(config, [len(remote) or 1 for remote in found])
     devices: list[Backend | RemoteDevice] = []
     for remote in found:
         devices += remote or [next(backends)]
@@ -69,28 +67,5 @@ def _same_worker(before: Device | None, device: Device) -> bool:
 def _of_worker(device: Device, peer: Peer) -> list[RemoteDevice]:
     """The devices that a name means. Raises ConfigError."""
     assert device.endpoint is not None
-    if device.endpoint.device is None:
-        return peer.devices
-    wanted = [remote for remote in peer.devices if remote.name_there == device.endpoint.device]
-    if not wanted:
-        have = ", ".join(remote.name_there for remote in peer.devices)
-        raise ConfigError(f"{device.name}: the worker has no such device", hint=f"it has {have}")
-    return wanted
-
-
-def _expanded(config: RuntimeConfig, counts: Sequence[int]) -> RuntimeConfig:
-    """Replace every name that means several devices by those; what was asked of it is divided."""
-    if all(n == 1 for n in counts):
-        return config
-    pairs = list(zip(config.devices, counts, strict=True))
-    shares, layers = config.shares, config.layers
-    if shares is not None:
-        shares = tuple(s / n for s, n in zip(shares, counts, strict=True) for _ in range(n))
-    if layers is not None:
-        layers = tuple(
-            len(part)
-            for n_layers, n in zip(layers, counts, strict=True)
-            for part in split_by_shares(n_layers, [1.0] * n)
-        )
-    devices = tuple(device for device, n in pairs for _ in range(n))
-    return replace(config, devices=devices, shares=shares, layers=layers)
+    names = {d.name_there for d in chosen(device.endpoint, [d.lent for d in peer.devices])}
+    return [remote for remote in peer.devices if remote.name_there in names]

@@ -1,18 +1,15 @@
 """What a run would do, as a value: from the header and the memory of devices, without weights.
 
-Nothing is opened, so a device need not exist: it is a name, a memory and a speed.
+No device is opened, so it need not exist: it is a name, a memory and a speed.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gguf_pp import arch, config
+from gguf_pp import arch
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Memory
-from gguf_pp.backend.host import share_cores, system_memory
-from gguf_pp.config import Options, RuntimeConfig
-from gguf_pp.errors import ConfigError
+from gguf_pp.config import RuntimeConfig
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, rungs
 from gguf_pp.pipeline.placement import (
@@ -30,28 +27,8 @@ from gguf_pp.pipeline.placement import (
     spare_cells,
     why_not_pipelined,
 )
+from gguf_pp.pipeline.planned import RAM, PlannedDevice
 from gguf_pp.pipeline.split import Part, parts_of
-
-RAM = "ram"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedDevice:
-    """A device by name. `runs_here` is false for one that only a plan knows."""
-
-    name: str
-    relative_speed: float
-    room: Memory
-    runs_here: bool
-
-    @property
-    def local(self) -> bool:
-        """Whether it is of this machine."""
-        return not self.name.startswith("tcp://")
-
-    def memory(self) -> Memory:
-        """Total and free bytes."""
-        return self.room
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,91 +83,6 @@ class Plan:
     row_bytes: int
     decode_rows: int
     notes: tuple[str, ...]
-
-
-def resolve(asked: Options) -> tuple[RuntimeConfig, tuple[PlannedDevice, ...]]:
-    """Check the flags as `config.resolve` does, for devices that need not exist.
-
-    `asked.memory` is NAME=SIZE,... with the memory of devices by name, or the SIZE of the RAM. A
-    device that is not here has to have one. Raises ConfigError.
-    """
-    ram_bytes, given = parse_memory(asked.memory)
-    names = _names((",".join(given) or "cpu") if asked.device is None else asked.device)
-    if unknown := [name for name in given if name not in names]:
-        raise ConfigError(
-            f"--memory is given for {unknown[0]!r}, which is not among the devices",
-            hint=f"the devices: {', '.join(names)}",
-        )
-    for name in names:
-        if not _is_cpu(name) and name not in given:
-            raise ConfigError(
-                f"device {name!r} is not one that runs here, and its memory is not known",
-                hint=f"to plan for it, say what it has: --memory {name}=24GiB",
-            )
-    # All other checks are those of the run; they need devices that it knows.
-    stand_ins = ",".join(f"cpu:{i}" for i in range(len(names)))
-    n_gpu_layers = asked.n_gpu_layers if all(map(_is_cpu, names)) else None
-    settled = config.resolve(
-        replace(asked, device=stand_ins, memory=None, n_gpu_layers=n_gpu_layers)
-    )
-    opened = [names[device.index or 0] for device in settled.devices]
-    return settled, _devices(opened, settled, ram_bytes, given)
-
-
-def parse_memory(text: str | None) -> tuple[int | None, dict[str, int]]:
-    """`8GiB`, or `cuda:0=24GiB,cuda:1=12GiB`: the RAM to take, and memories by device."""
-    ram_bytes: int | None = None
-    given: dict[str, int] = {}
-    for part in [] if text is None else text.split(","):
-        name, equals, size = part.strip().rpartition("=")
-        n_bytes = config.parse_bytes("--memory", size)
-        if equals and name in given:
-            raise ConfigError(f"--memory gives {name!r} twice")
-        if equals:
-            given[name] = n_bytes
-        elif ram_bytes is not None:
-            raise ConfigError(
-                f"--memory {text!r} gives two sizes without a name",
-                hint="name the devices: --memory cpu:0=8GiB,cpu:1=4GiB",
-            )
-        else:
-            ram_bytes = n_bytes
-    return ram_bytes, given
-
-
-def _is_cpu(name: str) -> bool:
-    return name.partition(":")[0] == "cpu"
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if cpus := [name for name in names if _is_cpu(name)]:
-        config.parse_devices(",".join(cpus))
-    for name in names:
-        if not _is_cpu(name) and not re.fullmatch(r"cuda:\d{1,4}|tcp://[^\s,=/]+:\d{1,5}", name):
-            raise ConfigError(
-                f"no device {name!r}",
-                hint="a plan knows cpu, cpu:0,cpu:1,..., cuda:0 and tcp://host:port",
-            )
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"device {repeated[0]!r} is named twice")
-    return names
-
-
-def _devices(
-    names: Sequence[str], settled: RuntimeConfig, ram_bytes: int | None, given: dict[str, int]
-) -> tuple[PlannedDevice, ...]:
-    """The speed of a device that is not a CPU is not known: with one, all count as equal."""
-    total, free = system_memory()
-    ram = Memory(RAM, total, free if ram_bytes is None else ram_bytes)
-    shares = share_cores(len(names))
-    same = not all(map(_is_cpu, names))
-    devices = []
-    for name, asked, cores in zip(names, settled.devices, shares, strict=True):
-        speed = 1.0 if same else float(min(asked.threads or len(cores), len(cores)))
-        room = Memory(name, given[name], given[name]) if name in given else ram
-        devices.append(PlannedDevice(name, speed, room, _is_cpu(name)))
-    return tuple(devices)
 
 
 def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedDevice]) -> Plan:

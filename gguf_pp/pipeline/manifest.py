@@ -8,11 +8,13 @@ import numpy as np
 
 from gguf_pp.arch import Model
 from gguf_pp.config import RuntimeConfig
+from gguf_pp.errors import UnsupportedError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.gguf.identity import Identity
 from gguf_pp.pipeline.placement import visit
 from gguf_pp.pipeline.sizing import SizeLoader
 from gguf_pp.pipeline.split import Part
+from gguf_pp.wire import MAX_META_BYTES, pack_json
 
 MAX_ITEMS = 4096
 """Longest list of metadata that is sent; what is longer describes the vocabulary."""
@@ -27,7 +29,7 @@ def manifest(
     n_vocab: int,
 ) -> tuple[dict[str, Any], list[str]]:
     """The body of OPEN for `places` (devices by the worker's names, and their parts), and the names
-    of the tensors it lists. Raises FormatError."""
+    of the tensors it lists. Raises FormatError, UnsupportedError."""
     names = _names(file, model, [part for _, part in places])
     infos = [file.tensors[name] for name in names]
     body = {
@@ -48,6 +50,8 @@ def manifest(
         "wire": config.wire,
         "label": file.path.name[:200],
     }
+    if (n_bytes := len(pack_json(body))) > MAX_META_BYTES:
+        raise UnsupportedError(f"{file.path}: {n_bytes} bytes to describe the model to a worker")
     return body, names
 
 

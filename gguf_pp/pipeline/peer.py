@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +13,9 @@ from gguf_pp.backend.base import Memory, OutOfMemory
 from gguf_pp.batch import UBatch
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.errors import GgufPpError, PlacementError, RemoteError, UnsupportedError
-from gguf_pp.net import (
-    Connection,
-    Endpoint,
-    Refused,
-    Stats,
-    client_context,
-    dial,
-    greet_server,
-    read_secret,
-)
+from gguf_pp.net import Endpoint, Refused, Stats
 from gguf_pp.pipeline.credits import Credits
+from gguf_pp.pipeline.lent import MAX_DEVICES, Access, LentDevice, connect, misspoken
 from gguf_pp.wire import (
     Fields,
     Frame,
@@ -36,7 +27,6 @@ from gguf_pp.wire import (
     unpack_seconds,
 )
 
-MAX_DEVICES = 64
 _CHUNKS_AHEAD = 2
 """Parts of logits that are received while an earlier one is used."""
 
@@ -46,19 +36,20 @@ class RemoteDevice:
 
     local = False
 
-    def __init__(self, peer: "Peer", fields: Fields) -> None:
+    def __init__(self, peer: "Peer", lent: LentDevice) -> None:
         self.peer = peer
-        self.name_there = fields.text("name", 64)
-        self.name = f"tcp://{peer.endpoint.peer}/{self.name_there}"
-        self.n_threads = fields.integer("n_threads", 0, 1 << 16)
-        self.relative_speed = fields.number("relative_speed")
-        self.free_bytes = fields.integer("free_bytes")
-        self._total_bytes = fields.integer("total_bytes")
-        self._pool = f"{peer.endpoint.peer} {fields.text('pool', 64)}"
+        self.lent = lent
+        self.name_there = lent.name_there
+        self.name = f"tcp://{peer.endpoint.peer}/{lent.name_there}"
+        self.n_threads = lent.n_threads
+        self.relative_speed = lent.relative_speed
+        self._memory = Memory(
+            f"{peer.endpoint.peer} {lent.pool}", lent.total_bytes, lent.free_bytes
+        )
 
     def memory(self) -> Memory:
-        """Total bytes, and those that were free when the worker last said so."""
-        return Memory(self._pool, self._total_bytes, self.free_bytes)
+        """Total bytes, and those that were free when the worker was asked."""
+        return self._memory
 
 
 class Pending:
@@ -68,14 +59,17 @@ class Pending:
     `followers` are the same ubatch at the workers that get it from this one.
     """
 
-    def __init__(self, ubatch: UBatch, result_bytes: int) -> None:
+    def __init__(self, ubatch: UBatch, result_bytes: int, n_logits: int) -> None:
         self.ubatch = ubatch
         self.followers: list[Pending] = []
         self.seconds: tuple[float, ...] = ()
-        self._result_bytes = result_bytes
+        self._left_bytes = result_bytes
+        self._n_logits = n_logits
+        self._n_received = 0
         self._error: BaseException | None = None
         self._wanted = threading.Event()
         self._target: memoryview | None = None
+        self._early: memoryview | None = None
         self._dropped = False
         self._done = threading.Event()
         self._room = threading.Semaphore(_CHUNKS_AHEAD)
@@ -88,12 +82,18 @@ class Pending:
         self._done.wait()
         if self._error is not None:
             raise self._error
+        if target is not None and self._early is not None:
+            target[:] = self._early
 
     def receive_logits(self, take: Callable[[Tensor, range], None]) -> None:
         """Hand logits to `take` as they come, until the end. Raises what went wrong."""
         self._wanted.set()
         while (chunk := self._chunks.get()) is not None:
-            take(*chunk)
+            try:
+                take(*chunk)
+            except BaseException:
+                self.drop()
+                raise
             self._room.release()
         self.receive(None)
 
@@ -104,17 +104,23 @@ class Pending:
         self._room.release(self.ubatch.n_rows)
 
     def result_target(self, n_bytes: int) -> memoryview:
-        """Where the reader puts the result; waits until that may be written."""
-        if n_bytes != self._result_bytes:
-            raise ProtocolError(f"a result of {n_bytes} bytes, {self._result_bytes} wanted")
-        self._wanted.wait()
-        target, self._target = self._target, None
-        return memoryview(bytearray(n_bytes)) if target is None else target
+        """Where the reader puts the result: where it is wanted, or aside until it is. It does not
+        wait: to a worker, a peer that takes nothing while a slow stage computes looks dead."""
+        if n_bytes != self._left_bytes:
+            raise ProtocolError(f"a result of {n_bytes} bytes, {self._left_bytes} wanted")
+        self._left_bytes = 0
+        target = self._target
+        if target is None:
+            target = self._early = memoryview(bytearray(n_bytes))
+        return target
 
     def logits_target(self, rows: range, n_vocab: int, n_bytes: int) -> tuple[Tensor, memoryview]:
         """Where the reader puts logits; waits while enough are unused."""
         if n_bytes != 4 * len(rows) * n_vocab:
             raise ProtocolError(f"{n_bytes} bytes of logits for {len(rows)} rows of {n_vocab}")
+        if rows.start != self._n_received or rows.stop > self._n_logits:
+            raise ProtocolError(f"logits of output {rows.start}, not of {self._n_received}")
+        self._n_received = rows.stop
         self._wanted.wait()
         self._room.acquire()
         chunk = torch.empty(len(rows), n_vocab)
@@ -124,6 +130,13 @@ class Pending:
         """Logits have arrived."""
         if not self._dropped:
             self._chunks.put((chunk, rows))
+
+    def complete(self, seconds: tuple[float, ...]) -> None:
+        """The worker is through with it, and all that it makes has come. Raises ProtocolError."""
+        if self._left_bytes or self._n_received != self._n_logits:
+            raise ProtocolError("the end of a ubatch before its result")
+        self.seconds = seconds
+        self.end()
 
     def end(self, error: BaseException | None = None) -> None:
         """The worker is through with it, or will never be. Workers that follow get nothing then."""
@@ -148,45 +161,33 @@ class Peer:
         self.endpoint = endpoint
         self.n_stages = 0
         self.n_vocab = 0
-        self._config = config
-        self._secret = read_secret(None if config.secret_file is None else Path(config.secret_file))
-        self._tls = None if config.tls_ca is None else client_context(Path(config.tls_ca))
+        self._access = Access.of(config)
         self._lock = threading.Lock()
         self._credits = Credits()
         self._pending: dict[int, Pending] = {}
         self._logits: tuple[Tensor, range] | None = None
         self.failure: RemoteError | None = None
-        self._connection = self._connect()
+        self._connection = connect(endpoint, self._access, self)
         self._connection.start()
         self.devices = self._ask_devices()
-
-    def _connect(self) -> Connection:
-        """A connection that does not read yet. Raises RemoteError."""
-        timeout_s = self._config.timeout_s
-        channel = dial(self.endpoint.host, self.endpoint.port, timeout_s, self._tls)
-        try:
-            agreed = greet_server(channel, self._secret, timeout_s)
-        except BaseException:
-            channel.close()
-            raise
-        return Connection(channel, timeout_s, self, heartbeat_s=agreed.heartbeat_s)
 
     def _ask_devices(self) -> list[RemoteDevice]:
         try:
             info = self.request(Verb.INFO, {}, doing="saying what it has")
             self._forwards = info.has("forwards") and info.flag("forwards")
-            return [RemoteDevice(self, fields) for fields in info.objects("devices", MAX_DEVICES)]
+            lent = [LentDevice.read(item) for item in info.objects("devices", MAX_DEVICES)]
         except ProtocolError as exc:
             self.close()
-            raise self._misspoken(exc) from exc
+            raise misspoken(self.endpoint, exc) from exc
         except BaseException:
             self.close()
             raise
+        return [RemoteDevice(self, device) for device in lent]
 
     def reconnect(self) -> None:
         """Begin a new session with the same worker. Raises RemoteError, and stays failed then."""
         self.close()
-        self._connection = self._connect()
+        self._connection = connect(self.endpoint, self._access, self)
         with self._lock:
             self._credits, self.failure = Credits(), None
             self._pending.clear()
@@ -218,12 +219,6 @@ class Peer:
             "model": UnsupportedError,
         }
         return kinds.get(exc.kind, RemoteError)(str(exc), hint=exc.hint)
-
-    def _misspoken(self, exc: ProtocolError) -> RemoteError:
-        return RemoteError(
-            f"{self.endpoint.peer} sent what it should not: {exc}",
-            hint="do both machines run the same version of gguf-pp?",
-        )
 
     @property
     def stats(self) -> Stats:
@@ -295,8 +290,8 @@ class Peer:
             chunk, self._logits = self._logits, None
             pending.push(*chunk)
         elif frame.verb is Verb.DONE:
-            pending.seconds = unpack_seconds(frame.meta, self.n_stages)
-            self._pending.pop(frame.id).end()
+            pending.complete(unpack_seconds(frame.meta, self.n_stages))
+            del self._pending[frame.id]
         elif frame.verb is Verb.FAIL:
             message = unpack_json(frame.meta).text("message")
             error = RemoteError(f"{self.endpoint.peer}: {message}")

@@ -140,6 +140,14 @@ class RemoteStage:
         self._linked_to, following._linked_from = following, self
         return True
 
+    def settle(self) -> None:
+        """Wait until nothing of earlier ubatches is queued here."""
+        for stream in (self.intake, self.compute, self.transfer):
+            if stream is not None:
+                settled = self.backend.event()
+                stream.record(settled)
+                settled.synchronize()
+
     def reset(self) -> None:
         """Forget the session before: the peer has begun a new one."""
         self.ring.release()
@@ -184,16 +192,12 @@ class RemoteStage:
 
     def load_weights(self, file: ModelFile, n_ctx: int, progress: Callable[[int], None]) -> None:
         """Send the tensors that the worker lacks, and have it load all. Raises RemoteError."""
-        n_sent = 0
-        for i_tensor in self._missing:
-            data = memory_of(file.data(self._names[i_tensor]))
-            for start in range(0, len(data), MAX_CHUNK_BYTES):
-                piece = data[start : start + MAX_CHUNK_BYTES]
-                self.peer.send(Verb.TENSOR, i_tensor, pack_offset(start), piece)
-                n_sent += len(piece)
-                progress(len(piece))
-            file.forget(self._names[i_tensor])
-        done = n_sent
+        try:
+            done = self._send_missing(file, progress)
+        except RemoteError as exc:
+            raise RemoteError(
+                f"{exc} while taking the weights of {self._what}", hint=exc.hint
+            ) from exc
 
         def step(fields: Fields) -> None:
             nonlocal done
@@ -204,6 +208,19 @@ class RemoteStage:
 
         doing = f"loading {self._what}"
         self.peer.request(Verb.LOAD, {"n_ctx": n_ctx}, doing=doing, progress=step)
+
+    def _send_missing(self, file: ModelFile, progress: Callable[[int], None]) -> int:
+        """Send the tensors that the worker lacks; returns their bytes."""
+        n_sent = 0
+        for i_tensor in self._missing:
+            data = memory_of(file.data(self._names[i_tensor]))
+            for start in range(0, len(data), MAX_CHUNK_BYTES):
+                piece = data[start : start + MAX_CHUNK_BYTES]
+                self.peer.send(Verb.TENSOR, i_tensor, pack_offset(start), piece)
+                n_sent += len(piece)
+                progress(len(piece))
+            file.forget(self._names[i_tensor])
+        return n_sent
 
     def load(self, copy: Copy, ubatch: UBatch) -> None:
         """Send the input, once the worker has room for it."""
@@ -222,7 +239,8 @@ class RemoteStage:
     def _announce(self, id_: int, ubatch: UBatch, before: Pending | None) -> None:
         """Make the stages that are linked to this one ready for a ubatch."""
         hidden = ubatch.n_rows * self._row_bytes
-        pending = Pending(ubatch, 0 if self.heads or self._linked_to else hidden)
+        n_logits = len(ubatch.outputs) if self.heads else 0
+        pending = Pending(ubatch, 0 if self.heads or self._linked_to else hidden, n_logits)
         self._pending[id(ubatch)] = pending
         if before is not None:
             before.followers.append(pending)

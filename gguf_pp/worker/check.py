@@ -4,13 +4,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from gguf_pp.errors import RemoteError
 from gguf_pp.gguf import Identity
-from gguf_pp.net import Connection, client_context, dial, greet_server, parse_endpoint, read_secret
-from gguf_pp.wire import MAX_CHUNK_BYTES, Frame, ProtocolError, Verb
+from gguf_pp.net import parse_endpoint, read_secret
+from gguf_pp.pipeline.lent import MAX_DEVICES, Access, LentDevice, visit
+from gguf_pp.wire import MAX_CHUNK_BYTES, Fields, Verb
 
 N_ROUND_TRIPS = 20
 MEASURED_S = 0.5
@@ -28,7 +27,7 @@ class Report:
     round_trip_s: float
     up_bytes_per_s: float
     down_bytes_per_s: float
-    devices: tuple[dict[str, Any], ...]
+    devices: tuple[LentDevice, ...]
     has_model: str | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -36,49 +35,13 @@ class Report:
         return asdict(self)
 
 
-class _Sink:
-    """Takes payloads that nobody wants."""
-
-    def __init__(self) -> None:
-        self._chunk = memoryview(bytearray(MAX_CHUNK_BYTES))
-
-    def payload_for(self, frame: Frame) -> memoryview:
-        return self._chunk[: frame.n_payload]
-
-    def handle(self, frame: Frame) -> None:
-        raise ProtocolError(f"{frame.verb.name} without being asked")
-
-    def lost(self, error: RemoteError) -> None:
-        pass
-
-
-def look_at(
-    address: str,
-    identity: Identity | None,
-    secret_file: Path | None,
-    tls_ca: Path | None,
-    timeout_s: float,
-) -> Report:
+def look_at(address: str, identity: Identity | None, access: Access) -> Report:
     """Connect to the worker at `address` (host:port) and measure. Raises RemoteError, ConfigError.
 
     The bandwidth is that of frames of 4 MiB, one at a time, half a second each way.
     """
     endpoint = parse_endpoint(address if "://" in address else f"tcp://{address}")
-    secret = read_secret(secret_file)
-    channel = dial(
-        endpoint.host,
-        endpoint.port,
-        timeout_s,
-        None if tls_ca is None else client_context(tls_ca),
-    )
-    try:
-        agreed = greet_server(channel, secret, timeout_s)
-    except BaseException:
-        channel.close()
-        raise
-    connection = Connection(channel, timeout_s, _Sink(), heartbeat_s=agreed.heartbeat_s)
-    connection.start()
-    try:
+    with visit(endpoint, access) as connection:
         body: dict[str, Any] = {}
         if identity is not None:
             body["identity"] = {"sizes": list(identity.sizes), "digest": identity.digest}
@@ -99,22 +62,18 @@ def look_at(
             address=endpoint.peer,
             version=info.text("version"),
             wire_versions=(first, last),
-            with_secret=secret is not None,
-            encrypted=tls_ca is not None,
+            with_secret=read_secret(access.secret_file) is not None,
+            encrypted=access.tls_ca is not None,
             round_trip_s=statistics.median(_seconds(trip) for _ in range(N_ROUND_TRIPS)),
             up_bytes_per_s=_rate(up),
             down_bytes_per_s=_rate(down),
-            devices=tuple(fields.values() for fields in info.objects("devices", 64)),
-            has_model=_has_model(info.values()) if identity is not None else None,
+            devices=tuple(LentDevice.read(item) for item in info.objects("devices", MAX_DEVICES)),
+            has_model=None if identity is None else _has_model(info),
         )
-    except ProtocolError as exc:
-        raise RemoteError(f"{endpoint.peer} sent what it should not: {exc}") from exc
-    finally:
-        connection.close()
 
 
-def _has_model(info: dict[str, Any]) -> str:
-    return str(info.get("has_model") or "no")
+def _has_model(info: Fields) -> str:
+    return info.choice("has_model", "model-dir", "cache") if info.has("has_model") else "no"
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -19,8 +19,9 @@ class Host(Protocol):
     timeout_s: float
     forwards: bool
 
-    def admit(self) -> None:
-        """Raise RemoteError if as many models are open as may be."""
+    def admit(self, session: "Session") -> None:
+        """Give `session` a place for a model, once those that end have left; raises RemoteError if
+        there is none."""
         ...
 
     def dial(self, host: str, port: int) -> tuple[Channel, Agreed]:

@@ -53,8 +53,9 @@ class Worker:
         self.forwards = config.forwards
         self.lender = Lender(config.devices, config.memory_bytes)
         self.store = Store(config.model_dirs, config.cache_dir, config.cache_bytes)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._sessions: set[Session] = set()
+        self._clients: set[Session] = set()
         self._offers: dict[str, Session] = {}
         self._listener = Listener(
             config.host,
@@ -71,15 +72,24 @@ class Worker:
         """Begin to serve."""
         self._listener.start()
 
-    def admit(self) -> None:
-        """Raise RemoteError if as many models are open as may be."""
+    def admit(self, session: Session) -> None:
+        """Give `session` a place for a model, once those that end have left; raises RemoteError if
+        there is none."""
+
+        def settled() -> bool:
+            # One that comes back at once finds what it had before free again.
+            return all(other.error is None for other in self._clients)
+
         with self._lock:
-            n_open = sum(session.has_model for session in self._sessions)
-        if n_open >= self.config.max_clients:
-            raise RemoteError(
-                f"the worker serves {n_open} clients already",
-                hint="wait for one to end, or start it with a larger --max-clients",
-            )
+            self._lock.wait_for(settled, self.timeout_s)
+            n_open = len(self._clients)
+            if n_open < self.config.max_clients:
+                self._clients.add(session)
+                return
+        raise RemoteError(
+            f"the worker serves {n_open} clients already",
+            hint="wait for one to end, or start it with a larger --max-clients",
+        )
 
     def _serve(self, channel: Channel, agreed: Agreed) -> None:
         session = Session(self, channel, agreed)
@@ -90,6 +100,8 @@ class Worker:
         finally:
             with self._lock:
                 self._sessions.discard(session)
+                self._clients.discard(session)
+                self._lock.notify_all()
 
     def dial(self, host: str, port: int) -> tuple[Channel, Agreed]:
         """Connect to another worker, with the same secret. Raises RemoteError."""

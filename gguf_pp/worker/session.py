@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from gguf_pp import __version__
@@ -39,6 +40,7 @@ from gguf_pp.wire import (
 from gguf_pp.worker.declared import read_declared, read_identity, read_rung
 from gguf_pp.worker.host import Host
 from gguf_pp.worker.lender import Lease
+from gguf_pp.worker.link import join
 from gguf_pp.worker.refusal import refusal, shown
 from gguf_pp.worker.store import StoredModel
 from gguf_pp.worker.work import Ways, Work
@@ -60,7 +62,6 @@ class Session:
         self._host = host
         self._lease = Lease(host.lender.budget)
         self._stored: StoredModel | None = None
-        self._label = ""
         self._started_s = time.monotonic()
         self._requests: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._chunk = memoryview(b"")
@@ -71,6 +72,8 @@ class Session:
         self._link: Outgoing | None = None
         self._upstream: Session | None = None
         self._feeds: Session | None = None
+        self._is_sealed = False  # neither stages nor what brings ubatches changes any more
+        self._disk_error: RemoteError | None = None
         self.error: RemoteError | None = None
         self.connection = Connection(channel, host.timeout_s, self, heartbeat_s=agreed.heartbeat_s)
 
@@ -146,10 +149,9 @@ class Session:
         if self._stored is not None or self._feeds is not None:
             raise ProtocolError("a second model in one session")
         declared = read_declared(body, self._host.lender.names)
-        self._host.admit()
-        self._label = declared.label
+        self._host.admit(self)
         self._stored = self._host.store.open(declared.identity, declared.metadata, declared.tensors)
-        ways = Ways(self._send_on, self._send_logits, self._report, self._consumed)
+        ways = Ways(self._send_on, self._send_logits, self._report, partial(self._grant, 1))
         self.work = Work(declared, self._stored, self._host.lender, self._lease, ways)
         stages = self.work.stages
         return {
@@ -165,8 +167,14 @@ class Session:
             raise ProtocolError("no model is open")
         return self.work
 
-    def _allocate(self, body: Fields) -> dict[str, Any]:
+    def _preparing(self) -> Work:
         work = self._opened()
+        if self._is_sealed:
+            raise ProtocolError("the model is loaded already")
+        return work
+
+    def _allocate(self, body: Fields) -> dict[str, Any]:
+        work = self._preparing()
         work.allocate(read_rung(body))
         uses = [use for stage in work.stages for use in stage.uses()]
         return {
@@ -176,16 +184,20 @@ class Session:
         }
 
     def _release(self, body: Fields) -> dict[str, Any]:
-        self._opened().release()
+        self._preparing().release()
         return {}
 
     def _load(self, body: Fields, id_: int) -> dict[str, Any]:
-        work = self._opened()
+        work = self._preparing()
+        with self._lock:
+            self._is_sealed = True
         total = sum(stage.weight_bytes for stage in work.stages)
         done, told_s = 0, time.monotonic()
 
         def step(n_bytes: int) -> None:
             nonlocal done, told_s
+            if self.error is not None:  # nobody waits for it any more
+                raise self.error
             with self._lock:
                 done += n_bytes
                 now = time.monotonic()
@@ -197,19 +209,17 @@ class Session:
 
         work.load(body.integer("n_ctx", 1, 1 << 30), step)
         assert work.rung is not None
-        log.info("%s: %s loaded from the %s", self.peer, self._what, self._origin)
+        assert self._stored is not None
+        log.info("%s: %s loaded from the %s", self.peer, self._what, self._stored.origin)
         self._grant(work.rung.n_copies)
         return {}
 
     @property
-    def _origin(self) -> str:
-        return "client" if self._stored is None else self._stored.origin
-
-    @property
     def _what(self) -> str:
-        stages = self._opened().declared.stages
+        declared = self._opened().declared
+        stages = declared.stages
         layers = f"{stages[0][1].layers.start}-{stages[-1][1].layers.stop - 1}"
-        return f"layers {layers} of {self._label}"
+        return f"layers {layers} of {declared.label}"
 
     def _grant(self, n: int) -> None:
         """Let whoever sends ubatches send `n` more."""
@@ -218,37 +228,48 @@ class Session:
             source = self._upstream or self
         source._send(Verb.CREDIT, n)
 
-    def _consumed(self) -> None:
-        self._grant(1)
-
     def _link_in(self, body: Fields) -> dict[str, Any]:
-        self._opened()
+        self._preparing()
         return {"token": self._host.offer_link(self)}
 
     def _join(self, body: Fields) -> dict[str, Any]:
         if self.work is not None or self._feeds is not None:
             raise ProtocolError("a session cannot be a link too")
         target = self._host.linked(body.text("token", 64))
+        target.follow(self)
         self._feeds = target
-        target._upstream = self
         return {}
 
+    def follow(self, upstream: "Session") -> None:
+        """From now on ubatches come over that link only. Raises ProtocolError."""
+        with self._lock:
+            if self._is_sealed or self._upstream is not None:
+                raise ProtocolError("no session waits for this link any more")
+            self._upstream = upstream
+
+    def unfollow(self) -> None:
+        """The link is over. The client must know: a ubatch may have been lost on it."""
+        with self._lock:
+            upstream, self._upstream = self._upstream, None
+        if self._is_sealed and upstream is not None:
+            self._tell_lost(f"the link from {upstream.peer} is lost: {upstream.error}")
+
+    def _tell_lost(self, message: str) -> None:
+        """End the session, with a reason."""
+        if self.error is None:
+            log.warning("%s: %s", self.peer, message)
+            self._send(Verb.ERROR, 0, pack_json({"kind": "unreachable", "message": message}))
+
     def _link_out(self, body: Fields) -> dict[str, Any]:
-        work = self._opened()
+        work = self._preparing()
         if work.declared.heads or self._link is not None:
             raise ProtocolError("nothing goes on from here")
-        host, port = body.text("host", 255), body.integer("port", 1, 65535)
-        if not self._host.forwards:
-            raise RemoteError("this worker does not connect to others")
-        channel, agreed = self._host.dial(host, port)
-        link = Outgoing(channel, self._host.timeout_s, agreed.heartbeat_s)
-        try:
-            link.connection.request(Verb.JOIN, {"token": body.text("token", 64)}, doing="joining")
-        except RemoteError:
-            link.close()
-            raise
-        self._link = link
+        self._link = join(self._host, body, self._link_lost)
         return {}
+
+    def _link_lost(self, error: RemoteError) -> None:
+        if self._link is not None:
+            self._tell_lost(f"the link is lost: {error}")
 
     def payload_for(self, frame: Frame) -> memoryview:
         """As in net.Handler."""
@@ -261,6 +282,8 @@ class Session:
         return self._target_session().expect(frame)
 
     def _target_session(self) -> "Session":
+        if self._upstream is not None:
+            raise ProtocolError("a ubatch that does not come over the link")
         return self._feeds or self
 
     def expect(self, frame: Frame) -> memoryview:
@@ -288,17 +311,22 @@ class Session:
         elif frame.verb is Verb.TENSOR:
             if self._stored is None:
                 raise ProtocolError("a tensor before a model was opened")
-            chunk = self._chunk[: frame.n_payload]
-            try:
-                self._stored.write(frame.id, unpack_offset(frame.meta), chunk)
-            except RemoteError as exc:
-                log.warning("%s: %s", self.peer, exc)  # LOAD will say so to the client
+            self._keep(self._stored, frame)
         elif frame.verb in REQUESTS:
             if self._requests.qsize() >= MAX_REQUESTS:
                 raise ProtocolError(f"more than {MAX_REQUESTS} requests at once")
             self._requests.put(frame)
         else:
             raise ProtocolError(f"{frame.verb.name} is not for a worker")
+
+    def _keep(self, stored: StoredModel, frame: Frame) -> None:
+        if self._disk_error is not None:
+            return
+        try:
+            stored.write(frame.id, unpack_offset(frame.meta), self._chunk[: frame.n_payload])
+        except RemoteError as exc:  # LOAD will say so to the client
+            log.warning("%s: %s", self.peer, exc)
+            self._disk_error = exc
 
     def take_in(self, frame: Frame) -> None:
         """Run the ubatch that `frame` brought."""
@@ -338,11 +366,6 @@ class Session:
         self._requests.put(None)
 
     @property
-    def has_model(self) -> bool:
-        """Whether it takes one of the places that there are for clients."""
-        return self._stored is not None
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing is in flight here."""
         return self.work is None or self.work.is_idle
@@ -350,11 +373,15 @@ class Session:
     def _end(self) -> None:
         """Give everything back, and say what the session was."""
         self.connection.close()
+        with self._lock:
+            self._is_sealed, upstream = True, self._upstream
         if self._link is not None:
             self._link.close()
         self._host.withdraw_links(self)
-        if self._upstream is not None:
-            self._upstream.connection.close("the session that it fed is over")
+        if upstream is not None:
+            upstream.connection.close("the session that it fed is over")
+        if self._feeds is not None:
+            self._feeds.unfollow()
         if self.work is not None:
             seconds = time.monotonic() - self._started_s
             log.info(

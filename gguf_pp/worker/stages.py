@@ -40,9 +40,11 @@ class WorkedStage(LayerStage):
 
     def load(self, copy: Copy, ubatch: UBatch) -> None:
         """Move the input out of `copy`."""
-        super().load(copy, ubatch)
-        if self._consumed is not None:
-            self._consumed()
+        try:
+            super().load(copy, ubatch)
+        finally:  # whatever becomes of it, the copy is free
+            if self._consumed is not None:
+                self._consumed()
 
     def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
         """Run the layers."""
