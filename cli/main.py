@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": "Say what a run would do, without loading the model.",
     "inspect": "Show what is in a GGUF file.",
     "devices": "List the devices of this machine.",
+    "doctor": "Try what a run relies on, and say what it would use.",
     "worker": "Lend this machine's devices to another one.",
     "perplexity": "Measure how well a model predicts a text.",
     "pull": "Download a known model, or list those that are known.",

@@ -27,7 +27,7 @@ class CpuBuffer:
         self.n_bytes = self.tensor.nbytes
 
 
-class _Mark:
+class Mark:
     """One record of an event, and what broke the stream before it passed."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class CpuEvent:
     """Points at the mark of its latest record; None before the first."""
 
     def __init__(self) -> None:
-        self.mark: _Mark | None = None
+        self.mark: Mark | None = None
 
     def synchronize(self) -> None:
         """Block the host until the latest record has passed; raises if its stream broke."""
@@ -81,7 +81,7 @@ class CpuStream:
     def record(self, event: Event) -> None:
         """Let `event` pass once all work queued so far is done."""
         assert isinstance(event, CpuEvent)
-        event.mark = mark = _Mark()
+        event.mark = mark = Mark()
         self._queue.put(lambda: mark.set(self._failure))
 
     def copy(self, dst: Buffer, src: Buffer, n_rows: int) -> None:

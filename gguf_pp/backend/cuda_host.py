@@ -1,0 +1,105 @@
+"""Small tensors between host and CUDA device, without either waiting for the other.
+
+A copy from or to memory that is not pinned blocks the host until the device has come to it, which
+would leave the device with nothing queued. Both classes belong to one thread and one stream, the
+compute stream: what is brought is wanted there next, so that a stream beside it would win nothing.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Uploads:
+    """Positions, rows and token ids on their way to a device: `n_slots` pinned copies in turn.
+
+    The host waits only if all are on their way, which bounds how far it runs ahead.
+    """
+
+    def __init__(self, api: Any, n_slots: int, n_bytes: int) -> None:
+        self._slots = [
+            (api.empty((n_bytes,), dtype=api.uint8, pin_memory=True), api.cuda.Event(blocking=True))
+            for _ in range(n_slots)
+        ]
+        self._next = 0
+
+    def send(self, values: Tensor, out: Tensor) -> None:
+        """Queue `out` <- `values` on the current stream; `values` may change right after.
+
+        Both are contiguous, of the same dtype and shape, at most `n_bytes` long.
+        """
+        memory, passed = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        passed.synchronize()
+        rows = memory[: values.nbytes].view(values.dtype).view(values.shape)
+        rows.copy_(values)
+        out.copy_(rows, non_blocking=True)
+        passed.record()
+
+
+class Parcel:
+    """A tensor on its way to the host, and what is to be done with it there."""
+
+    def __init__(self, rows: Tensor, landed: Any, consume: Callable[[Tensor], None]) -> None:
+        self._rows = rows
+        self._landed = landed
+        self._consume = consume
+        self._error: BaseException | None = None
+
+    def open(self) -> None:
+        """Block until it is here and consume it; what that raises is kept for `check`."""
+        self._landed.synchronize()
+        try:
+            self._consume(self._rows)
+        except BaseException as exc:  # noqa: BLE001 - raised again by `check`
+            self._error = exc
+
+    def check(self) -> None:
+        """Raise what consuming it raised."""
+        if self._error is not None:
+            raise self._error
+
+
+class Landing:
+    """Logits on their way to the host: `n_slots` pinned float32 [n_rows, n_cols] in turn.
+
+    Parcels are opened in the order in which they were sent, by whoever first wants one of them or
+    of those after it, or when a slot is needed again.
+    """
+
+    def __init__(self, api: Any, n_slots: int, n_rows: int, n_cols: int) -> None:
+        self._slots = [
+            (
+                api.empty((n_rows, n_cols), dtype=api.float32, pin_memory=True),
+                api.cuda.Event(blocking=True),
+            )
+            for _ in range(n_slots)
+        ]
+        self._n_sent = 0
+        self._closed: deque[Parcel] = deque()
+
+    def send(self, rows: Tensor, consume: Callable[[Tensor], None]) -> Parcel:
+        """Queue `rows` [n, n_cols] to the host, on the current stream.
+
+        `consume` gets them there; they are overwritten afterwards.
+        """
+        if len(self._closed) == len(self._slots):
+            self._closed.popleft().open()
+        memory, landed = self._slots[self._n_sent % len(self._slots)]
+        self._n_sent += 1
+        target = memory[: len(rows)]
+        target.copy_(rows, non_blocking=True)
+        landed.record()
+        parcel = Parcel(target, landed, consume)
+        self._closed.append(parcel)
+        return parcel
+
+    def deliver(self, parcel: Parcel) -> None:
+        """Open `parcel` and all before it; raises what consuming `parcel` raised."""
+        with torch.inference_mode():
+            while parcel in self._closed:
+                self._closed.popleft().open()
+        parcel.check()
