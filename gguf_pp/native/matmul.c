@@ -34,6 +34,10 @@ static int read_part(PyObject *item, int n_cols, struct part *part, Py_buffer *v
         PyErr_Format(PyExc_ValueError, "type %ld has no planes", type);
         return -1;
     }
+    if (codebook_is_missing((enum kind)kind)) {
+        PyErr_Format(PyExc_ValueError, "the codebook of type %ld was not set", type);
+        return -1;
+    }
     struct layout l = LAYOUTS[kind];
     int block = l.scale == SCALE_NONE ? 1 : l.n_groups * GROUP;
     if (n_cols % block || part->n_rows < 1 || part->first_row < 0 ||
@@ -241,6 +245,22 @@ static PyObject *planes_slice(PyObject *object, PyObject *args)
     return (PyObject *)self;
 }
 
+static PyObject *planes_set_codebook(PyObject *Py_UNUSED(unused), PyObject *args)
+{
+    long type;
+    Py_buffer entries;
+    if (!PyArg_ParseTuple(args, "ly*", &type, &entries))
+        return NULL;
+    int kind = kind_of_type(type);
+    int status = kind < 0 ? -1 : codebook_set((enum kind)kind, entries.buf, (size_t)entries.len);
+    Py_ssize_t n_bytes = entries.len;
+    PyBuffer_Release(&entries);
+    if (status)
+        return PyErr_Format(PyExc_ValueError, "type %ld has no codebook of %zd bytes", type,
+                            n_bytes);
+    Py_RETURN_NONE;
+}
+
 static PyObject *planes_n_bytes(PyObject *object, void *Py_UNUSED(closure))
 {
     return PyLong_FromSize_t(((planes_object *)object)->n_bytes);
@@ -251,6 +271,8 @@ static PyMethodDef planes_methods[] = {
      "linear(team, x, n_rows, out, stride, exact, bias, add): out = x Wᵀ + bias + add."},
     {"rows", planes_rows, METH_VARARGS, "rows(ids, n_rows, out): exactly dequantized rows."},
     {"slice", planes_slice, METH_VARARGS, "slice(first, stop): a view of whole row blocks."},
+    {"set_codebook", planes_set_codebook, METH_VARARGS | METH_STATIC,
+     "set_codebook(type, entries): int8, those of IQ1 eight-fold; needed before a part of `type`."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,7 +18,7 @@ struct activations {
 
 struct matmul_kernels {
     void (*quantize)(const float *x, int n_groups, struct activations *out);
-    /* out [n_rows][LANES] = x [n_rows][n_groups] times a row block. */
+    /* out [n_rows][LANES] += x [n_rows][n_groups] times a row block. */
     void (*dot[N_QUANTIZED])(const uint8_t *row_block, int n_groups, const struct activations *x,
                              int n_rows, float *out);
     /* out [GROUP][LANES]: group `i` of a row block, exactly what the format says. */

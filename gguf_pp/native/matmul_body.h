@@ -6,6 +6,7 @@
 enum {
     EXACT_ROWS = 4,
     PREFETCH_BYTES = 1536, /* further than the hardware looks when memory is what limits */
+    TILES_AT_ONCE = 16,    /* unpacked, to stay in the first cache */
 };
 
 static const int8_t TABLES[][16] = {
@@ -44,8 +45,13 @@ INLINE u8x32 codes_of(struct layout l, const uint8_t *p, int quad)
         v = load_u8(p + GROUP * quad);
     else if (l.low == 4)
         v = shift(load_u8(p + GROUP * (quad % 4)), quad < 4 ? 0 : -4) & 15;
-    else
+    else if (l.low == 2)
         v = shift(load_u8(p + GROUP * (quad / 4)), -2 * (quad % 4)) & 3;
+    else if (quad < 6)
+        v = shift(load_u8(p + GROUP * (quad / 2)), -3 * (quad % 2)) & 7;
+    else
+        v = (shift(load_u8(p + GROUP * (quad - 6)), -6) & 3) |
+            (shift(load_u8(p + GROUP * 2), 2 - quad) & 4);
     if (l.high)
         v |= high_bits(l, p + GROUP * l.low, quad);
     return l.table ? look_up(TABLES[l.table], v) : v;
@@ -54,6 +60,8 @@ INLINE u8x32 codes_of(struct layout l, const uint8_t *p, int quad)
 INLINE struct head read_head(struct layout l, const uint8_t *p)
 {
     struct head h = {{0}, {0}};
+    if (!head_bytes(l))
+        return h;
     if (l.scale == SCALE_E8M0) {
         u8x8 bytes;
         memcpy(&bytes, p, sizeof bytes);
@@ -61,25 +69,35 @@ INLINE struct head read_head(struct layout l, const uint8_t *p)
         h.d = (f32x8)((tiny & (e + 1) * 0x00200000u) | (~tiny & (e - 1) << 23));
     } else
         h.d = f32_of_f16(p);
-    if (head_bytes(l) > 2 * LANES)
+    if (has_min(l) && l.scale != SCALE_E8M0)
         h.m = f32_of_f16(p + 2 * LANES);
     return h;
+}
+
+/* Scales of groups 2 i and 2 i + 1, from a head that has them, as others have them in the group. */
+INLINE u8x32 unpack_scales(const uint8_t *head, int i)
+{
+    const uint8_t *low = head + 2 * LANES;
+    u8x32 nibbles = shift(load_u8(low + i % 2 * GROUP), -(i / 2 * 4)) & 15;
+    u8x32 high = shift(load_u8(low + 8 * LANES), 4 - 2 * i) & 48;
+    return (nibbles | high) - 32;
 }
 
 INLINE struct scales read_scales(struct layout l, struct head h, const uint8_t *sub, int half)
 {
     struct scales s = {h.d, h.m};
-    if (l.scale == SCALE_K) {
+    if (l.scale == SCALE_F32X2)
+        s.scale = load_f32((const float *)sub + LANES * half);
+    else if (l.scale == SCALE_K) {
         s.scale = h.d * f32_of_u8(sub);
         s.min = -(h.m * f32_of_u8(sub + LANES));
-    } else if (l.scale == SCALE_K_I8 || l.scale == SCALE_K_I8X2)
-        s.scale = h.d * f32_of_i8(sub + LANES * half);
-    else if (l.scale == SCALE_K_U4X2) {
+    } else if (l.scale == SCALE_K_U4X2) {
         u8x8 both;
         memcpy(&both, sub + LANES * half, sizeof both);
         s.scale = h.d * to_f32(__builtin_convertvector(both & 15, i32x8));
         s.min = -(h.m * to_f32(__builtin_convertvector(both >> 4, i32x8)));
-    }
+    } else if (l.scale == SCALE_K_I8 || n_halves(l) == 2)
+        s.scale = h.d * f32_of_i8(sub + LANES * half);
     return s;
 }
 
@@ -117,16 +135,16 @@ INLINE void dot_quads(struct layout l, int n_rows, const uint8_t *codes, int fir
     }
 }
 
-INLINE void dot_group(struct layout l, int n_rows, struct head h, const uint8_t *tile,
-                      const struct activations *x, size_t stride, f32x8 *acc)
+INLINE void dot_group(struct layout l, int n_rows, struct head h, const uint8_t *sub,
+                      const uint8_t *codes, const struct activations *x, size_t stride, f32x8 *acc)
 {
     int halves = n_halves(l), offset = is_signed(l) ? SIGNED_OFFSET : l.offset;
     UNROLL
     for (int half = 0; half < halves; half++) {
-        struct scales s = read_scales(l, h, tile, half);
+        struct scales s = read_scales(l, h, sub, half);
         f32x8 min = offset ? s.scale * splat((float)-offset) : s.min;
         i32x8 dots[DOT_ROWS] = {{0}};
-        dot_quads(l, n_rows, tile + sub_bytes(l), half * 4, 8 / halves, x, stride, dots);
+        dot_quads(l, n_rows, codes, half * 4, 8 / halves, x, stride, dots);
         for (int r = 0; r < n_rows; r++) {
             const struct activations *xr = x + (size_t)r * stride;
             acc[r] = fma_f32(to_f32(dots[r]), s.scale * splat(xr->d), acc[r]);
@@ -137,37 +155,61 @@ INLINE void dot_group(struct layout l, int n_rows, struct head h, const uint8_t 
 }
 
 INLINE void dot_rows(struct layout l, int n_rows, const uint8_t *w, int n_groups,
-                     const struct activations *x, float *out)
+                     const struct activations *x, size_t stride, float *out)
 {
-    f32x8 acc[DOT_ROWS] = {{0}};
-    size_t stride = (size_t)n_groups;
+    f32x8 acc[DOT_ROWS];
+    for (int r = 0; r < n_rows; r++)
+        acc[r] = load_f32(out + LANES * r);
     for (int i = 0; i < n_groups; i += l.n_groups) {
+        uint8_t scales[8 * 2 * LANES];
         struct head h = read_head(l, w);
+        for (int j = 0; j < 4 && l.scale == SCALE_K_I6X2; j++)
+            store_u8(scales + GROUP * j, unpack_scales(w, j));
         w += head_bytes(l);
         for (int g = 0; g < l.n_groups; g++, x++, w += tile_bytes(l)) {
-            for (int line = 0; line < tile_bytes(l); line += 64)
+            for (int line = 0; line < tile_bytes(l) && l.scale != SCALE_F32X2; line += 64)
                 __builtin_prefetch(w + PREFETCH_BYTES + line);
-            dot_group(l, n_rows, h, w, x, stride, acc);
+            const uint8_t *sub = l.scale == SCALE_K_I6X2 ? scales + 2 * LANES * g : w;
+            dot_group(l, n_rows, h, sub, w + sub_bytes(l), x, stride, acc);
         }
     }
     for (int r = 0; r < n_rows; r++)
         store_f32(out + LANES * r, acc[r]);
 }
 
+/* out [n_rows][LANES] += x [n_rows][n_groups of stride] times columns of a row block. */
 INLINE void dot(struct layout l, const uint8_t *w, int n_groups, const struct activations *x,
-                int n_rows, float *out)
+                size_t stride, int n_rows, float *out)
 {
     while (n_rows > 0) {
         int n = n_rows >= TILE_ROWS ? TILE_ROWS : n_rows > 1 ? 2 : 1;
         if (n == TILE_ROWS)
-            dot_rows(l, TILE_ROWS, w, n_groups, x, out);
+            dot_rows(l, TILE_ROWS, w, n_groups, x, stride, out);
         else if (n == 2)
-            dot_rows(l, 2, w, n_groups, x, out);
+            dot_rows(l, 2, w, n_groups, x, stride, out);
         else
-            dot_rows(l, 1, w, n_groups, x, out);
+            dot_rows(l, 1, w, n_groups, x, stride, out);
         n_rows -= n;
-        x += (size_t)n * (size_t)n_groups;
+        x += (size_t)n * stride;
         out += n * LANES;
+    }
+}
+
+static void dot_tiles(const struct tile *tiles, int n_tiles, const struct activations *x,
+                      size_t stride, int n_rows, float *out)
+{
+    dot(TILE, (const uint8_t *)tiles, n_tiles, x, stride, n_rows, out);
+}
+
+INLINE void dot_blocks(enum kind kind, const uint8_t *w, int n_groups, const struct activations *x,
+                       int n_rows, float *out)
+{
+    struct tile tiles[TILES_AT_ONCE];
+    for (int i = 0; i < n_groups; i += TILES_AT_ONCE) {
+        int n = n_groups - i < TILES_AT_ONCE ? n_groups - i : TILES_AT_ONCE;
+        for (int j = 0; j < n; j++)
+            blocks_unpack(kind, w, i + j, &tiles[j]);
+        dot_tiles(tiles, n, x + i, (size_t)n_groups, n_rows, out);
     }
 }
 
@@ -183,9 +225,14 @@ INLINE void decode_quad(u8x32 codes, int offset, struct scales s, int add_min, f
 INLINE void decode(struct layout l, const uint8_t *w, int i, float *out)
 {
     w += (size_t)(i / l.n_groups) * (size_t)record_bytes(l);
+    uint8_t scales[2 * 2 * LANES];
     struct head h = read_head(l, w);
-    w += head_bytes(l) + i % l.n_groups * tile_bytes(l);
-    struct scales s[2] = {read_scales(l, h, w, 0), read_scales(l, h, w, n_halves(l) - 1)};
+    i %= l.n_groups;
+    if (l.scale == SCALE_K_I6X2)
+        store_u8(scales, unpack_scales(w, i / 2));
+    w += head_bytes(l) + i * tile_bytes(l);
+    const uint8_t *sub = l.scale == SCALE_K_I6X2 ? scales + 2 * LANES * (i % 2) : w;
+    struct scales s[2] = {read_scales(l, h, sub, 0), read_scales(l, h, sub, n_halves(l) - 1)};
     UNROLL
     for (int quad = 0; quad < 8; quad++, out += 4 * LANES) {
         u8x32 codes = codes_of(l, w + sub_bytes(l), quad);
@@ -194,6 +241,11 @@ INLINE void decode(struct layout l, const uint8_t *w, int i, float *out)
         else
             decode_quad(codes, l.offset, s[quad / 4], has_min(l), out);
     }
+}
+
+static void decode_tile(const struct tile *tile, float *out)
+{
+    decode(TILE, (const uint8_t *)tile, 0, out);
 }
 
 static void decode_f32(const uint8_t *w, int i, float *out)
@@ -301,25 +353,41 @@ static void quantize(const float *x, int n_groups, struct activations *out)
     static void dot_##k(const uint8_t *w, int n_groups, const struct activations *x,          \
                         int n_rows, float *out)                                                \
     {                                                                                          \
-        dot(LAYOUTS[KIND_##k], w, n_groups, x, n_rows, out);                                   \
+        dot(LAYOUTS[KIND_##k], w, n_groups, x, (size_t)n_groups, n_rows, out);                 \
     }                                                                                          \
     static void decode_##k(const uint8_t *w, int i, float *out)                                \
     {                                                                                          \
         decode(LAYOUTS[KIND_##k], w, i, out);                                                  \
     }
 
+#define DEFINE_BLOCKS(k)                                                                      \
+    static void dot_##k(const uint8_t *w, int n_groups, const struct activations *x,          \
+                        int n_rows, float *out)                                                \
+    {                                                                                          \
+        dot_blocks(KIND_##k, w, n_groups, x, n_rows, out);                                     \
+    }                                                                                          \
+    static void decode_##k(const uint8_t *w, int i, float *out)                                \
+    {                                                                                          \
+        struct tile tile;                                                                      \
+        blocks_unpack(KIND_##k, w, i, &tile);                                                  \
+        decode_tile(&tile, out);                                                               \
+    }
+
 #define EACH_KIND(X) \
     X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) \
-    X(IQ4_XS) X(MXFP4)
+    X(IQ4_XS) X(MXFP4) X(TQ2_0)
+#define EACH_BLOCK_KIND(X) \
+    X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M) X(TQ1_0) X(NVFP4)
 #define DOT_ENTRY(k) [KIND_##k] = dot_##k,
 #define DECODE_ENTRY(k) [KIND_##k] = decode_##k,
 
 EACH_KIND(DEFINE)
+EACH_BLOCK_KIND(DEFINE_BLOCKS)
 
 const struct matmul_kernels KERNELS = {
     .quantize = quantize,
-    .dot = {EACH_KIND(DOT_ENTRY)},
-    .decode = {EACH_KIND(DECODE_ENTRY)[KIND_F32] = decode_f32,
+    .dot = {EACH_KIND(DOT_ENTRY) EACH_BLOCK_KIND(DOT_ENTRY)},
+    .decode = {EACH_KIND(DECODE_ENTRY) EACH_BLOCK_KIND(DECODE_ENTRY)[KIND_F32] = decode_f32,
                [KIND_F16] = decode_f16,
                [KIND_BF16] = decode_bf16},
     .accumulate = accumulate,

@@ -19,6 +19,7 @@ typedef int8_t i8x8 __attribute__((vector_size(8)));
 
 INLINE f32x8 load_f32(const float *p) { f32x8 v; memcpy(&v, p, sizeof v); return v; }
 INLINE void store_f32(float *p, f32x8 v) { memcpy(p, &v, sizeof v); }
+INLINE void store_u8(uint8_t *p, u8x32 v) { memcpy(p, &v, sizeof v); }
 INLINE u8x32 load_u8(const uint8_t *p) { u8x32 v; memcpy(&v, p, sizeof v); return v; }
 INLINE f32x8 splat(float x) { return (f32x8){x, x, x, x, x, x, x, x}; }
 INLINE f32x8 to_f32(i32x8 v) { return __builtin_convertvector(v, f32x8); }

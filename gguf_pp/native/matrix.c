@@ -13,6 +13,8 @@ enum {
     ITEMS_PER_THREAD = 4,
     QUANTIZE_ROWS = 8,
     PACK_BLOCKS = 16,
+    /* With fewer columns, errors of rounding to int8 would not average out. */
+    MIN_DOT_COLS = 512,
 };
 
 static const struct matmul_kernels *active(void)
@@ -75,7 +77,7 @@ struct job {
     const struct product *product;
     const struct matmul_kernels *kernels;
     struct activations *activations;
-    int blocks_per_item;
+    int blocks_per_item, exact;
 };
 
 /* values [n_rows][n_lanes or more] go to rows from `row` of x and columns from `col` of out. */
@@ -115,6 +117,7 @@ static void multiply_quantized(const struct job *job, const struct part *part, i
         for (int b = block; b < stop; b++) {
             float y[DOT_ROWS_AT_ONCE * LANES];
             int n_rows = min_int(step, p->n_rows - row);
+            memset(y, 0, (size_t)n_rows * LANES * sizeof *y);
             job->kernels->dot[part->kind](
                 block_of(part, b), n_groups, job->activations + (size_t)row * (size_t)n_groups,
                 n_rows, y);
@@ -172,7 +175,7 @@ static void multiply_item(void *arg, int item)
     while (block < end) {
         const struct part *part = part_of_block(m, block);
         int stop = min_int(end, part->first_block + part->n_blocks);
-        if (job->product->exact || part->kind >= N_QUANTIZED)
+        if (job->exact || part->kind >= N_QUANTIZED)
             multiply_exact(job, part, block, stop);
         else
             multiply_quantized(job, part, block, stop);
@@ -191,10 +194,10 @@ static void quantize_item(void *arg, int item)
                                job->activations + (size_t)row * (size_t)n_groups);
 }
 
-static int needs_activations(const struct product *p)
+static int needs_activations(const struct matrix *m)
 {
-    for (int i = 0; i < p->matrix->n_parts && !p->exact; i++)
-        if (p->matrix->parts[i].kind < N_QUANTIZED)
+    for (int i = 0; i < m->n_parts; i++)
+        if (m->parts[i].kind < N_QUANTIZED)
             return 1;
     return 0;
 }
@@ -203,10 +206,11 @@ int matrix_multiply(const struct product *p, team *t)
 {
     int n_threads = team_size(t), n_blocks = p->matrix->n_blocks;
     int n_items = n_threads == 1 ? 1 : n_threads * ITEMS_PER_THREAD;
-    struct job job = {p, active(), NULL, ceil_div(n_blocks, n_items)};
+    int exact = p->exact || p->matrix->n_cols < MIN_DOT_COLS;
+    struct job job = {p, active(), NULL, ceil_div(n_blocks, n_items), exact};
     if (!n_blocks || !p->n_rows)
         return 0;
-    if (needs_activations(p)) {
+    if (!exact && needs_activations(p->matrix)) {
         size_t n = (size_t)p->n_rows * (size_t)(p->matrix->n_cols / GROUP);
         job.activations = team_scratch(t, n * sizeof *job.activations);
         if (!job.activations)

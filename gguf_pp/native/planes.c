@@ -97,10 +97,7 @@ static void read_q3_k(const uint8_t *p, struct block *b)
     for (int g = 0; g < 8; g++)
         for (int i = 0; i < 32; i++)
             b->codes[32 * g + i] |= (uint8_t)((p[i] >> g & 1) << 2);
-    for (int i = 0; i < 16; i++) {
-        int low = p[96 + i % 8] >> i / 8 * 4 & 15, high = p[104 + i % 4] >> i / 4 * 2 & 3;
-        b->sc[i] = (uint8_t)((low | high << 4) - 32);
-    }
+    memcpy(b->sc, p + 96, 12);
     b->d = u16(p + 108);
 }
 
@@ -132,6 +129,11 @@ static void read_block(enum kind kind, const uint8_t *p, struct block *b)
     case KIND_Q3_K: read_q3_k(p, b); return;
     case KIND_Q2_K: read_q2_k(p, b); return;
     case KIND_IQ4_XS: read_iq4_xs(p, b); return;
+    case KIND_TQ2_0:
+        crumbs(p, b->codes);
+        crumbs(p + 32, b->codes + 128);
+        b->d = u16(p + 64);
+        return;
     case KIND_MXFP4:
         b->exponent = p[0];
         read_nibble_block(p + 1, b);
@@ -168,10 +170,26 @@ static uint8_t *put_crumbs(uint32_t quads[LANES][8], int shift, uint8_t *out)
     return out;
 }
 
+/* Three bits of each code: three pairs of quads, and a pair in what they leave. */
+static uint8_t *put_3_bits(uint32_t quads[LANES][8], uint8_t *out)
+{
+    for (int v = 0; v < 3; v++, out += GROUP)
+        for (int r = 0; r < LANES; r++) {
+            const uint32_t *q = quads[r];
+            uint32_t upper = (q[6] >> 2 & ONES) | (q[7] >> 1 & 2 * ONES);
+            uint32_t rest = v < 2 ? q[6 + v] & 3 * ONES : upper;
+            uint32_t word = q[2 * v] | q[2 * v + 1] << 3 | rest << 6;
+            memcpy(out + 4 * r, &word, 4);
+        }
+    return out;
+}
+
 static uint8_t *put_low(struct layout l, uint32_t quads[LANES][8], uint8_t *out)
 {
     if (l.low == 2)
         return put_crumbs(quads, 0, out);
+    if (l.low == 3)
+        return put_3_bits(quads, out);
     for (int j = 0; j < l.low; j++, out += GROUP)
         for (int r = 0; r < LANES; r++) {
             uint32_t word = quads[r][j];
@@ -203,14 +221,17 @@ static void put_head(struct layout l, const struct block *blocks, uint8_t *out)
             out[r] = blocks[r].exponent;
         else {
             memcpy(out + 2 * r, &blocks[r].d, 2);
-            if (head_bytes(l) > 2 * LANES)
+            if (l.scale == SCALE_K_I6X2)
+                for (int i = 0; i < 12; i++)
+                    out[(2 + i) * LANES + r] = blocks[r].sc[i];
+            else if (head_bytes(l) > 2 * LANES)
                 memcpy(out + 2 * (LANES + r), &blocks[r].m, 2);
         }
 }
 
 static void put_sub(struct layout l, const struct block *blocks, int g, uint8_t *out)
 {
-    for (int r = 0; r < LANES; r++) {
+    for (int r = 0; r < LANES && sub_bytes(l); r++) {
         const struct block *b = &blocks[r];
         if (n_halves(l) == 2) {
             out[r] = b->sc[2 * g];
@@ -252,12 +273,26 @@ static void pack_floats(struct layout l, const uint8_t *rows, size_t row_bytes, 
         }
 }
 
+static void pack_blocks(struct layout l, const uint8_t *rows, size_t row_bytes, int n_rows,
+                        size_t n_cols, uint8_t *row_block)
+{
+    size_t size = (size_t)l.block_bytes, n_blocks = row_bytes / size;
+    memset(row_block, 0, row_block_bytes(l, n_cols));
+    for (size_t i = 0; i < n_blocks; i++)
+        for (size_t r = 0; r < (size_t)n_rows; r++)
+            memcpy(row_block + (i * LANES + r) * size, rows + r * row_bytes + i * size, size);
+}
+
 void planes_pack(enum kind kind, const uint8_t *rows, size_t row_bytes, int n_rows, size_t n_cols,
                  uint8_t *row_block)
 {
     struct layout l = LAYOUTS[kind];
     if (l.scale == SCALE_NONE) {
         pack_floats(l, rows, row_bytes, n_rows, n_cols, row_block);
+        return;
+    }
+    if (l.scale == SCALE_BLOCKS) {
+        pack_blocks(l, rows, row_bytes, n_rows, n_cols, row_block);
         return;
     }
     struct block blocks[LANES];
@@ -269,3 +304,5 @@ void planes_pack(enum kind kind, const uint8_t *rows, size_t row_bytes, int n_ro
         put_record(l, blocks, row_block);
     }
 }
+
+#include "unpack_body.h"

@@ -1,21 +1,26 @@
 """Matrices at rest on a CPU, in the layout of the native kernels (gguf_pp/native/planes.h)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gguf_pp.errors import FormatError
 from gguf_pp.native import Team, kernels
+from gguf_pp.quants.blocks import as_tensor
 from gguf_pp.quants.raw import RawTensor
 from gguf_pp.quants.reference import check_supported, dequantize
+from gguf_pp.quants.unpack import grid
 
-_F32 = int(GGMLQuantizationType.F32)
-_RAW_ROWS = 256  # rows of a type without planes that are dequantized at once
+_CODEBOOKS = frozenset(
+    getattr(GGMLQuantizationType, name)
+    for name in ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+)
 
 
 def split_experts(raw: RawTensor) -> list[RawTensor]:
@@ -31,39 +36,39 @@ def split_experts(raw: RawTensor) -> list[RawTensor]:
 class PlaneMatrix:
     """Quantized tensors of equal width, stacked by rows: [n_rows, n_cols].
 
-    Types that have no planes (IQ1 to IQ3, ternary) stay as they are in the file and are
-    dequantized when they are used. A matrix is immutable: several teams may use it at once.
+    Types with a codebook, TQ1_0 and NVFP4 keep their blocks; integers and F64 become F32. A
+    matrix is immutable: several teams may use it at once.
     """
 
-    def __init__(
-        self, n_rows: int, n_cols: int, planes: Any, raws: Sequence[tuple[int, RawTensor]]
-    ) -> None:
+    def __init__(self, n_rows: int, n_cols: int, planes: Any) -> None:
         self.n_rows = n_rows
         self.n_cols = n_cols
+        self.n_bytes: int = planes.n_bytes
         self._planes = planes
-        self._raws = tuple(raws)
-        self.n_bytes = planes.n_bytes + sum(raw.n_bytes for _, raw in self._raws)
 
     @classmethod
     def build(cls, parts: Sequence[RawTensor], team: Team) -> "PlaneMatrix":
-        """Copy `parts` into planes; FormatError if their widths differ."""
+        """Copy `parts` into planes.
+
+        FormatError if their widths differ, UnsupportedError for an unreadable type.
+        """
         module = kernels("native")
         assert module is not None
         n_cols = parts[0].n_cols
-        packed, raws, n_rows = [], [], 0
+        packed, n_rows = [], 0
         for raw in parts:
             if raw.n_cols != n_cols:
                 raise FormatError(
                     f"{raw.name} has {raw.n_cols} columns, {parts[0].name} has {n_cols}"
                 )
-            if raw.type in module.PLANE_TYPES:
-                data = np.ascontiguousarray(raw.data)
-                packed.append((int(raw.type), n_rows, raw.n_rows, data))
-            else:
-                check_supported(raw.type, raw.name)
-                raws.append((n_rows, raw))
+            if raw.type in _CODEBOOKS:
+                module.Planes.set_codebook(int(raw.type), _codebook(raw.type))
+            type, data = int(raw.type), np.ascontiguousarray(raw.data)
+            if type not in module.PLANE_TYPES:
+                type, data = int(GGMLQuantizationType.F32), _floats(raw).view(np.uint8)
+            packed.append((type, n_rows, raw.n_rows, data))
             n_rows += raw.n_rows
-        return cls(n_rows, n_cols, module.Planes(n_cols, tuple(packed), team), raws)
+        return cls(n_rows, n_cols, module.Planes(n_cols, tuple(packed), team))
 
     def linear(
         self,
@@ -78,8 +83,9 @@ class PlaneMatrix:
         """`out` [T, n_rows] = x [T, n_cols] Wᵀ + bias [n_rows] + add [T, n_rows]; returns `out`.
 
         All are contiguous float32 on the CPU; `add` may be `out`, `x` may not overlap it. With
-        `exact`, products are of float32 activations; otherwise activations are rounded to int8
-        in groups of 32 for quantized parts. A row of `out` depends on its row of `x` alone.
+        `exact`, or fewer than 512 columns, products are of float32 activations; otherwise
+        activations are rounded to int8 in groups of 32 for quantized parts. A row of `out`
+        depends on its row of `x` alone.
         """
         n = x.shape[0]
         addresses = (
@@ -91,11 +97,8 @@ class PlaneMatrix:
             0 if bias is None else _address(bias, (self.n_rows,)),
             0 if add is None else _address(add, (n, self.n_rows)),
         )
-        if not n:
-            return out
-        self._planes.linear(team, *addresses)
-        for planes in self._raw_planes(team):
-            planes.linear(team, *addresses)
+        if n:
+            self._planes.linear(team, *addresses)
         return out
 
     def rows(self, ids: Sequence[int] | Tensor, out: Tensor) -> Tensor:
@@ -105,20 +108,7 @@ class PlaneMatrix:
         """
         wanted = torch.as_tensor(ids, dtype=torch.int64).contiguous()
         address = _address(out, (len(wanted), self.n_cols))
-        if not self._raws:
-            self._planes.rows(wanted.data_ptr(), len(wanted), address)
-            return out
-        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.n_rows:
-            raise IndexError(f"a row of {wanted.tolist()} is not in [0, {self.n_rows})")
-        in_planes = torch.ones(len(wanted), dtype=torch.bool)
-        for first, raw in self._raws:
-            here = (wanted >= first) & (wanted < first + raw.n_rows)
-            in_planes &= ~here
-            out[here] = _dequantized(raw, (wanted[here] - first).numpy())
-        some = wanted[in_planes].contiguous()
-        rows = torch.empty(len(some), self.n_cols)
-        self._planes.rows(some.data_ptr(), len(some), rows.data_ptr())
-        out[in_planes] = rows
+        self._planes.rows(wanted.data_ptr(), len(wanted), address)
         return out
 
     def dequantize(self, first: int, stop: int, out: Tensor) -> Tensor:
@@ -131,28 +121,19 @@ class PlaneMatrix:
         """
         if not 0 <= first < stop <= self.n_rows:
             raise ValueError(f"rows [{first}, {stop}) of {self.n_rows}")
-        raws = []
-        for start, raw in self._raws:
-            begin, end = max(first, start), min(stop, start + raw.n_rows)
-            if begin < end:
-                part = replace(raw, shape=(end - begin, self.n_cols))
-                data = raw.data[begin - start : end - start]
-                raws.append((begin - first, replace(part, data=data)))
-        return PlaneMatrix(stop - first, self.n_cols, self._planes.slice(first, stop), raws)
-
-    def _raw_planes(self, team: Team) -> Iterator[Any]:
-        module = kernels("native")
-        assert module is not None
-        for first, raw in self._raws:
-            for i in range(0, raw.n_rows, _RAW_ROWS):
-                ids = np.arange(i, min(i + _RAW_ROWS, raw.n_rows))
-                weights = _dequantized(raw, ids).numpy()
-                yield module.Planes(self.n_cols, ((_F32, first + i, len(ids), weights),), team)
+        return PlaneMatrix(stop - first, self.n_cols, self._planes.slice(first, stop))
 
 
-def _dequantized(raw: RawTensor, ids: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-    out = torch.empty(len(ids), raw.n_cols)
-    return dequantize(torch.from_numpy(raw.data[ids]), raw.type, out) if len(ids) else out
+def _codebook(type: GGMLQuantizationType) -> NDArray[np.int8]:
+    """Entries of an IQ type as the kernels want them; IQ1 shifts them by eighths."""
+    values = grid(type.name, torch.device("cpu"))
+    return (values * (8 if type.name.startswith("IQ1") else 1)).to(torch.int8).numpy()
+
+
+def _floats(raw: RawTensor) -> NDArray[np.float32]:
+    check_supported(raw.type, raw.name)
+    out = torch.empty(raw.n_rows, raw.n_cols)
+    return dequantize(as_tensor(raw.data), raw.type, out).numpy()
 
 
 def _address(tensor: Tensor, shape: tuple[int, ...]) -> int:
