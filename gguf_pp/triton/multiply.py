@@ -1,0 +1,179 @@
+"""y = x Wᵀ of quantized weights in Triton; `multiply_torch` has the same functions in torch.
+
+How many rows of W a program takes follows from the size of W and the number of rows of x. The
+order in which columns are summed does not: see `multiply_kernels`.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from gguf_pp.triton import is_interpreted
+from gguf_pp.triton import multiply_kernels as kernels
+from gguf_pp.triton.decode_kernels import DECODERS
+from gguf_pp.triton.multiply_torch import finished
+from gguf_pp.triton.planes import Planes
+from gguf_pp.triton.quantize_torch import HalfRows, Int8Rows
+
+MAX_GEMV_ROWS = 8
+MAX_GEMM_ROWS = 64
+GEMM_PROGRAMS = 512
+"""Programs of `gemm` below which the columns of W are split among several."""
+MIN_GEMM_LOOPS = 8
+"""Steps along the columns that a program takes at least."""
+MANY_ROWS = 2048
+"""Rows of W from which on several per program still fill a large device."""
+
+
+class Launch(NamedTuple):
+    """Constants of a kernel, and what the compiler is told besides them."""
+
+    constants: dict[str, Any]
+    options: dict[str, int | bool]
+
+
+def gemv_launch(type: GGMLQuantizationType, t_rows: int, n_rows: int) -> Launch:
+    """How `gemv_int8` and `gemv_exact` are compiled.
+
+    One warp whose lanes stand side by side in a row of W: no sum crosses a warp.
+    """
+    sizes = _gemv_sizes(t_rows, n_rows)
+    return Launch(_decoder(type) | sizes, _options(n_warps=1, n_stages=1))
+
+
+def plain_launch(t_rows: int, n_rows: int) -> Launch:
+    """How `gemv_plain` is compiled."""
+    return Launch(_gemv_sizes(t_rows, n_rows), _options(n_warps=1, n_stages=1))
+
+
+def gemm_launch(type: GGMLQuantizationType, t_rows: int) -> Launch:
+    """How `gemm` is compiled: steps are of 256 columns, for which x takes 32 KiB of memory.
+
+    Left to itself, ptxas would spill registers to fit three programs where two do well.
+    """
+    block_m = min(MAX_GEMM_ROWS, max(16, triton.next_power_of_2(t_rows)))
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_C": 16 // DECODERS[type].PARTS}
+    return Launch(_decoder(type) | sizes, _options(n_warps=4, n_stages=2) | {"maxnreg": 224})
+
+
+def dequantize_launch(type: GGMLQuantizationType) -> Launch:
+    """How `dequantize` is compiled."""
+    return Launch(_decoder(type) | {"BLOCK_N": 4, "BLOCK_C": 32}, _options(n_warps=4, n_stages=1))
+
+
+def gemv_int8(
+    x: Int8Rows, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
+    """Times x as `quantize_int8` rounds it."""
+    t_rows = len(x.codes)
+    launch = gemv_launch(w.type, t_rows, w.n_rows)
+    grid = _grid(launch, t_rows, w)
+    kernels.gemv_int8[grid](
+        *_planes(w), x.codes.view(torch.int32), x.scales, x.sums, out, bias, add,
+        t_rows, w.n_rows, *_extent(w), out.stride(0), **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out
+
+
+def gemv_exact(
+    x: Tensor, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
+    """Times float32 x that is `transposed`."""
+    launch = gemv_launch(w.type, len(x), w.n_rows)
+    kernels.gemv_exact[_grid(launch, len(x), w)](
+        *_planes(w), x, out, bias, add,
+        len(x), w.n_rows, *_extent(w), out.stride(0), **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out
+
+
+def gemv_plain(
+    x: Tensor, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
+    """Times float32 x, for weights that are plain numbers, in rows of a multiple of 8."""
+    launch = plain_launch(len(x), w.n_rows)
+    kernels.gemv_plain[_grid(launch, len(x), w)](
+        w.planes["q"], x, out, bias, add,
+        len(x), w.n_rows, w.n_cols // 8, out.stride(0), **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out
+
+
+def gemm(
+    x: HalfRows, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
+    """Times x in float16 and `transposed`, by weights rounded to float16."""
+    t_rows = len(x.values)
+    launch = gemm_launch(w.type, t_rows)
+    n_blocks, n_chunks = _extent(w)
+    step = _split_chunks(launch, w.n_rows, n_chunks)
+    n_splits = triton.cdiv(n_chunks, step)
+    if n_splits == 1:
+        target, addends = out, (bias, add)
+    else:
+        target, addends = x.scales.new_empty(n_splits, t_rows, w.n_rows), (None, None)
+    kernels.gemm[(*_grid(launch, t_rows, w), n_splits)](
+        *_planes(w), *x, target, *addends, t_rows, w.n_rows, n_blocks, n_chunks,
+        target.stride(-2), w.gain, step, **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out if n_splits == 1 else finished(target.sum(0), out, bias, add)
+
+
+def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float = 1.0) -> Tensor:
+    """Rows `ids` (int64 [T]), or all, `gain` times too large, to `out` [T, n_cols] of any dtype."""
+    launch = dequantize_launch(w.type)
+    n_blocks, n_chunks = _extent(w)
+    sizes = launch.constants
+    grid = (triton.cdiv(len(out), sizes["BLOCK_N"]), triton.cdiv(n_chunks, sizes["BLOCK_C"]))
+    kernels.dequantize[grid](
+        *_planes(w), ids, out, len(out), n_blocks, n_chunks, gain,
+        **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out
+
+
+def _gemv_sizes(t_rows: int, n_rows: int) -> dict[str, int]:
+    """Tile sizes of one warp. With more than 16 sums to a thread, some types spill registers."""
+    block_m = min(MAX_GEMV_ROWS, triton.next_power_of_2(t_rows))
+    block_n = 1 if n_rows < MANY_ROWS else min(4, 16 // block_m)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
+
+
+@cache
+def _decoder(type: GGMLQuantizationType) -> dict[str, Any]:
+    return DECODERS[type]._asdict() | {"ASM": not is_interpreted()}
+
+
+def _options(*, n_warps: int, n_stages: int) -> dict[str, int | bool]:
+    return {"num_warps": n_warps, "num_stages": n_stages, "enable_fp_fusion": False}
+
+
+def _planes(w: Planes) -> tuple[Tensor, ...]:
+    """The planes in the order of the kernels' parameters; codes stand in for what there is not."""
+    return tuple(w.planes.get(name, w.planes["q"]) for name in ("q", "high", "scales", "d"))
+
+
+def _extent(w: Planes) -> tuple[int, int]:
+    """Blocks and chunks of a row."""
+    n_blocks = w.n_cols // GGML_QUANT_SIZES[w.type][0]
+    return n_blocks, w.n_cols // (16 * DECODERS[w.type].PARTS)
+
+
+def _split_chunks(launch: Launch, n_rows: int, n_chunks: int) -> int:
+    """Chunks of a row per program: few enough that a small W fills a large device as well.
+
+    Says nothing of the rows of x, so neither does the order of a sum depend on them.
+    """
+    block_n, block_c = launch.constants["BLOCK_N"], launch.constants["BLOCK_C"]
+    n_splits = max(1, GEMM_PROGRAMS // triton.cdiv(n_rows, block_n))
+    n_loops = max(MIN_GEMM_LOOPS, triton.cdiv(triton.cdiv(n_chunks, block_c), n_splits))
+    return int(n_loops * block_c)
+
+
+def _grid(launch: Launch, t_rows: int, w: Planes) -> tuple[int, int]:
+    sizes = launch.constants
+    return triton.cdiv(w.n_rows, sizes["BLOCK_N"]), triton.cdiv(t_rows, sizes["BLOCK_M"])
