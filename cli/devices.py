@@ -29,6 +29,7 @@ def devices(
     if cpu["why_not_native"]:
         print(f"no native kernels: {cpu['why_not_native']}")
     print(f"--device cpu is all {cpu['cores']} cores; cpu:0,cpu:1,... share them out evenly")
+    print("--device tcp://host:port is what a worker lends: gguf-pp worker --check host:port")
     if [gpu for gpu in gpus if not gpu["runs_here"]]:
         print("this version does not run on CUDA: such devices can be planned for only")
 

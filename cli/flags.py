@@ -100,7 +100,7 @@ class EngineFlags:
             "--device",
             "-dev",
             metavar="NAME,...",
-            help="Devices in pipeline order: cpu, or cpu:0,cpu:1.",
+            help="Devices in pipeline order: cpu, or cpu:0,cpu:1, or cuda:0,cuda:1.",
             show_default="cpu",
         ),
     ] = None
@@ -141,7 +141,7 @@ class EngineFlags:
             "--gpu-layers",
             "-ngl",
             metavar="N|auto|all",
-            help="Layers on GPUs.",
+            help="Layers on GPUs, the last ones; those before them go to the CPU.",
             show_default=False,
         ),
     ] = None
@@ -175,11 +175,19 @@ class EngineFlags:
         str | None,
         _place(
             "--memory",
-            metavar="SIZE",
-            help="RAM to take at most, such as 8GiB.",
+            metavar="SIZE,...",
+            help="RAM to take at most, such as 8GiB, and of CUDA devices: cuda:0=20GiB.",
             show_default="what is available",
         ),
     ] = None
+    edge_copy: Annotated[
+        str,
+        _place(
+            "--edge-copy",
+            metavar="auto|p2p|host",
+            help="How CUDA devices copy to each other: directly if that works, or through RAM.",
+        ),
+    ] = "auto"
     wire: Annotated[
         str, _remote("--wire", metavar="f32|f16", help="Hidden states on their way.")
     ] = "f32"
@@ -267,6 +275,7 @@ class EngineFlags:
             kernels=self.kernels,
             exact=self.exact,
             memory=self.memory,
+            edge_copy=self.edge_copy,
             rpc=self.rpc,
             wire=self.wire,
             timeout=self.timeout,

@@ -31,8 +31,8 @@ class PlanFlags(EngineFlags):
             "--device",
             "-dev",
             metavar="NAME,...",
-            help="Devices in pipeline order. Beside cpu, cpu:0,cpu:1,... those whose memory is "
-            "given: cuda:0, tcp://host:port.",
+            help="Devices in pipeline order: cpu, cpu:0,cpu:1,..., tcp://host:port, which is asked "
+            "what it has, and any whose memory is given, such as cuda:0.",
             show_default="those of --memory, else cpu",
             rich_help_panel="Devices and split",
         ),
@@ -64,8 +64,9 @@ class PlanFlags(EngineFlags):
 def plan(flags: PlanFlags) -> None:
     """Say what a run would do: what each device holds, what fits, what overlaps.
 
-    Reads the header of the file only. Devices need not exist if their memory is given. A model that
-    does not fit ends with what is missing and exit code 1.
+    Reads the header of the file only. Workers are asked what they have; devices and workers need
+    not exist if their memory is given. A model that does not fit ends with what is missing and exit
+    code 1.
     """
     from gguf_pp.gguf import ModelFile
     from gguf_pp.pipeline.estimate import estimate
@@ -137,6 +138,7 @@ def _show_stages(planned: "Plan") -> None:
     titles = ["device", "layers", "weights", "embed", "head", "KV"]
     titles += [f"copies (x{planned.rung.n_copies})", "scratch", "total", "free", "margin"]
     pools = {name: pool for pool in planned.pools for name in pool.devices}
+    sources = {stage.device.name: stage.device.source for stage in planned.stages}
 
     def row(stage: "PlannedStage") -> list[str]:
         need, pool = stage.need, pools[stage.device.name]
@@ -150,6 +152,9 @@ def _show_stages(planned: "Plan") -> None:
     for pool in planned.pools:
         if len(pool.devices) > 1:
             print(f"{', '.join(pool.devices)} share the RAM: free and margin are of all together")
+        if any(sources[name] == "worker" for name in pool.devices):
+            free, total = size(pool.memory.free_bytes), size(pool.memory.total_bytes)
+            print(f"{', '.join(pool.devices)}: the worker says it has {free} free of {total}")
 
 
 def _show_missing(planned: "Plan") -> None:
@@ -256,7 +261,7 @@ def as_json(file: "ModelFile", planned: "Plan") -> dict[str, object]:
 def _stage_json(stage: "PlannedStage") -> dict[str, object]:
     return {
         "name": stage.device.name,
-        "runs_here": stage.device.runs_here,
+        "source": stage.device.source,
         "layers": [stage.layers.start, stage.layers.stop],
         "weight_bytes": stage.need.weights,
         "embedding_bytes": stage.embedding_bytes,

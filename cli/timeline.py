@@ -1,13 +1,15 @@
 """`gguf-pp timeline`: what a recorded run says about who waited for what."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gguf_pp import trace_file
-from gguf_pp.timeline import Summary, Timeline, Waiting, advice, ended, summarize
+from gguf_pp.bench import advice
+from gguf_pp.timeline import Devices, Timeline, Waiting, ended
 
 from .perplexity import written
 from .session import print_json
@@ -25,9 +27,7 @@ _CAUSES = {
 
 def recorded_by(llm: "LLM") -> Timeline:
     """What the model's trace holds, less what has not ended."""
-    uses = llm.devices()
-    layers = tuple(stop - start for start, stop in (use.layers for use in uses))
-    return Timeline(ended(llm.trace.slices), tuple(use.name for use in uses), layers)
+    return Timeline(ended(llm.trace.slices), llm.lanes())
 
 
 def write_timeline(path: Path, timeline: Timeline) -> None:
@@ -49,52 +49,59 @@ def timeline(
     (uneven), and transfers between devices (transfer).
     """
     recorded = trace_file.read(file)
-    summary = summarize(recorded.slices, len(recorded.devices))
+    devices = recorded.by_device()
     if as_json:
-        print_json(as_dict(recorded, summary))
+        print_json(as_dict(recorded, devices))
         return
+    summary = devices.summary
     print(
         f"{_many(summary.n_ubatches, 'ubatch', 'es')} over "
-        f"{_many(len(recorded.devices), 'stage', 's')} in {summary.span_s:.3f} s"
+        f"{_many(len(devices.names), 'device', 's')} in {summary.span_s:.3f} s"
     )
-    _show_stages(recorded, summary)
-    print(_verdict(recorded, summary))
+    _show_devices(devices)
+    print(_verdict(devices))
 
 
-def as_dict(recorded: Timeline, summary: Summary) -> dict[str, object]:
-    """What --json prints: seconds and shares, lists in the order of the devices."""
+def as_dict(recorded: Timeline, devices: Devices) -> dict[str, object]:
+    """What --json prints: seconds and shares, lists in the order of the devices, or of the edges
+    between stages."""
+    summary = devices.summary
     return {
-        "devices": list(recorded.devices),
-        "layers_per_device": list(recorded.layers),
+        "devices": list(devices.names),
+        "layers_per_device": list(devices.layers),
         "n_ubatches": summary.n_ubatches,
         "n_copies": summary.n_copies,
         "span_s": summary.span_s,
         "busy_s": list(summary.busy_s),
+        "edges": [f"{a} to {b}" for a, b in pairwise(recorded.devices)],
         "edge_s": list(summary.edge_s),
         "host_s": summary.host_s,
         "bubble_share": summary.bubble,
         "starved_s": [w.starved for w in summary.waiting],
         "uneven_s": [w.uneven for w in summary.waiting],
         "transfer_s": [w.transfer for w in summary.waiting],
-        "advice": _advice(recorded, summary),
+        "advice": _advice(devices),
     }
 
 
-def _show_stages(recorded: Timeline, summary: Summary) -> None:
+def _show_devices(devices: Devices) -> None:
+    summary = devices.summary
+
     def shares(w: Waiting) -> Iterator[str]:
         for seconds in (w.starved, w.uneven, w.transfer):
             yield _percent(seconds / summary.span_s if summary.span_s else 0.0)
 
     rows = [
-        [device, str(n_layers), _percent(busy), *shares(waiting)]
-        for device, n_layers, busy, waiting in zip(
-            recorded.devices, recorded.layers, summary.busy_shares, summary.waiting, strict=True
+        [name, str(n_layers), _percent(busy), *shares(waiting)]
+        for name, n_layers, busy, waiting in zip(
+            devices.names, devices.layers, summary.busy_shares, summary.waiting, strict=True
         )
     ]
     print_table(("device", "layers", "busy", *_CAUSES), rows)
 
 
-def _verdict(recorded: Timeline, summary: Summary) -> str:
+def _verdict(devices: Devices) -> str:
+    summary = devices.summary
     waiting = summary.all_waiting
     shares = waiting.shares()
     if shares is None:
@@ -104,13 +111,19 @@ def _verdict(recorded: Timeline, summary: Summary) -> str:
         f"devices waited {_percent(summary.bubble)} of the time, "
         f"{_percent(getattr(shares, cause))} of that {_CAUSES[cause]}"
     )
-    hint = _advice(recorded, summary)
+    hint = _advice(devices)
     return verdict if hint is None else f"{verdict}\n{hint}"
 
 
-def _advice(recorded: Timeline, summary: Summary) -> str | None:
+def _advice(devices: Devices) -> str | None:
+    summary = devices.summary
     found = advice(
-        summary.all_waiting, summary.bubble, summary.busy_s, recorded.layers, summary.n_copies
+        summary.all_waiting,
+        summary.bubble,
+        summary.busy_s,
+        summary.n_copies,
+        devices.names,
+        devices.layers,
     )
     return None if found is None else str(found)
 

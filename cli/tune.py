@@ -89,10 +89,11 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
     """Find the split of the layers that is fastest on these devices.
 
     Times a few layers of each kind on every device, with real weights and on all devices at once,
-    and the head and the transfers. Of all contiguous splits that fit the memory it takes the one
+    and the head and the transfers; where a worker lends devices, the time that each takes in a run
+    with the default split. Of all contiguous splits that fit the memory it takes the one
     whose slowest stage is fastest, and compares it with the default: predicted, then measured in
     rounds, in which both take turns. A difference that is within the noise counts for nothing: the
-    prediction stands.
+    prediction stands. The flags that it prints name every device of a worker.
     """
     name = engine.model_name()
     if flags.target not in _JOBS:
@@ -100,12 +101,12 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
     if engine.tensor_split is not None or engine.layers is not None:
         raise Misuse("-ts and --layers are what tune finds", hint="leave them out")
     config = replace(resolve(engine.options()), n_slots=flags.parallel)
-    if len(config.devices) < 2:
-        raise Misuse("there is nothing to split on one device", hint="try --device cpu:0,cpu:1")
+    if len(config.devices) < 2 and not _lent(config):
+        raise _nothing_to_split()
     with logs(verbose=engine.verbose):
         with progress(f"downloading {name}", in_bytes=True) as update:
             path = fetch.resolve(name, engine.cache_dir, update)
-        costs, outcomes = _solve(path, config, flags)
+        config, costs, outcomes = _solve(path, config, flags)
         if not flags.no_verify:
             outcomes = _verify(path, config, [c.job for c in costs], outcomes)
     if flags.as_json:
@@ -114,20 +115,33 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
         _show(config, costs, outcomes)
 
 
+def _lent(config: "RuntimeConfig") -> bool:
+    """Whether a worker lends some of the devices, of which a name may mean several."""
+    return any(device.endpoint is not None for device in config.devices)
+
+
+def _nothing_to_split() -> Misuse:
+    return Misuse("there is nothing to split on one device", hint="try --device cpu:0,cpu:1")
+
+
 def _solve(
     path: Path, config: "RuntimeConfig", flags: TuneFlags
-) -> tuple[list[Costs], list[Outcome]]:
-    """Costs per job; the default split and the fastest one."""
+) -> tuple["RuntimeConfig", list[Costs], list[Outcome]]:
+    """The configuration with each device by name; costs per job; the default split and the fastest
+    one."""
     from gguf_pp.gguf import ModelFile
-    from gguf_pp.probe import DEPTH, ModelProbe
+    from gguf_pp.probe import DEPTH, ModelProbe, PipelineProbe
 
     n_ctx = DEPTH + max(flags.n_prompt, _N_GEN) + 2
     costs = []
     with (
         ModelFile.open(path, config.override_kv) as file,
-        ModelProbe(file, config, n_ctx) as probe,
+        closing((PipelineProbe if _lent(config) else ModelProbe)(file, config, n_ctx)) as probe,
         progress("timing layers", in_bytes=False) as update,
     ):
+        config = probe.config
+        if len(config.devices) < 2:
+            raise _nothing_to_split()
         workloads = _JOBS[flags.target]
         jobs = {
             "prefill": Job("prefill", flags.n_prompt, probe.ubatch_size(flags.n_prompt)),
@@ -140,10 +154,14 @@ def _solve(
             "default": probe.default_split(),
             "fastest": fastest_split(costs, probe.fits),
         }
-    return costs, [
-        Outcome(name, tuple(map(len, split)), tuple(c.tokens_per_s(split) for c in costs))
-        for name, split in splits.items()
-    ]
+    return (
+        config,
+        costs,
+        [
+            Outcome(name, tuple(map(len, split)), tuple(c.tokens_per_s(split) for c in costs))
+            for name, split in splits.items()
+        ],
+    )
 
 
 def _cases(config: "RuntimeConfig", jobs: Sequence[Job]) -> list[Case]:
@@ -238,8 +256,8 @@ def _show(config: "RuntimeConfig", costs: Sequence[Costs], outcomes: Sequence[Ou
     rows = []
     for i, device in enumerate(config.devices):
         means = [1e3 * sum(c.layers[i]) / len(c.layers[i]) for c in costs]
-        heads = [1e3 * c.heads[i] for c in costs]
-        rows.append([device.name, *(f"{ms:.3f}" for ms in (*means, *heads))])
+        heads = ["" if (s := c.heads[i]) is None else f"{1e3 * s:.3f}" for c in costs]
+        rows.append([device.name, *(f"{ms:.3f}" for ms in means), *heads])
     print_table(titles, rows)
     print()
     titles = ["split", "layers"]

@@ -1,5 +1,6 @@
 """`gguf-pp worker`: lend this machine's devices, or look at a worker from the other side."""
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -165,6 +166,8 @@ def worker(flags: WorkerFlags) -> None:
     with logs(verbose=True), _until_stopped() as stop:
         host = Worker(settings)
         _show(host)
+        # What is loaded by now stays: a look for garbage, after each session, is for the rest.
+        gc.freeze()
         host.start()
         stop.wait()
         if stop.gently:
@@ -236,7 +239,9 @@ class _Stop:
 
     def wait(self) -> None:
         """Sleep until a signal comes."""
-        self._event.wait()
+        # One that a thread takes which just starts wakes nobody here: so look now and then.
+        while not self._event.wait(1.0):
+            pass
 
 
 @contextmanager

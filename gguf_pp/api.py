@@ -23,6 +23,7 @@ from gguf_pp.gguf import ModelFile
 from gguf_pp.request import FinishReason, Request
 from gguf_pp.sampling import SamplingParams
 from gguf_pp.text import TextStream
+from gguf_pp.timeline import Lane, lanes_of
 from gguf_pp.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class LoadOptions(TypedDict, total=False):
     kernels: str
     exact: bool
     memory: str | None
+    edge_copy: str
     override_kv: tuple[str, ...]
     rpc: str | None
     wire: str
@@ -236,10 +238,11 @@ class LLM:
 
     def devices(self) -> list[DeviceUse]:
         """What each device holds, in the order of its layers."""
-        uses: dict[str, DeviceUse] = {}
-        for use in (use for stage in self._pipeline.stages for use in stage.uses()):
-            uses[use.name] = uses[use.name] + use if use.name in uses else use
-        return sorted(uses.values(), key=lambda use: use.layers)
+        return self._pipeline.uses()
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """The stages that `trace` numbers."""
+        return lanes_of(self._pipeline.stages)
 
     def tokenize(self, text: str, special: bool = False) -> list[int]:
         """Ids of `text`, with BOS if the model wants one; `special` parses control tokens."""

@@ -4,24 +4,20 @@ Measuring itself is in measure.py; nothing here loads torch.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Annotated, Literal, get_type_hints
 
 from gguf_pp.config import RuntimeConfig
-from gguf_pp.timeline import (
-    FEWER_DEVICES,
-    LARGER_UBATCHES,
-    MORE_COPIES,
-    MORE_STREAMS,
-    SMALLER_UBATCHES,
-    Advice,
-    Waiting,
-    advice,
-    layers_flag,
-)
+from gguf_pp.net import is_remote
+from gguf_pp.pipeline.split import split_evenly
+from gguf_pp.timeline import Waiting
 
+IDLE_WORTH_SAYING = 0.1
+"""Share of idle device time below which there is nothing to advise."""
+SLOWER_WORTH_SAYING = 1.05
+"""A split that promises less speed-up than this is not worth a suggestion."""
 NO_GAIN = 1.03
 """A speed-up below this is none, however well repetitions agree."""
 NO_GAIN_ONCE = 1.1
@@ -75,7 +71,7 @@ def serial(config: RuntimeConfig) -> RuntimeConfig:
 
 
 def alone(config: RuntimeConfig) -> RuntimeConfig:
-    """`config` on the first of its devices."""
+    """`config` on the first of its devices, a worker that is named as a whole in turns."""
     return replace(config, devices=config.devices[:1], shares=None, layers=None, n_copies=1)
 
 
@@ -153,7 +149,7 @@ class Row:
     tokens_per_s_sd: Annotated[float, "their standard deviation"]
     speedup: Annotated[float | None, "against n_copies 1 on the same devices"]
     speedup_one_device: Annotated[
-        float | None, "against the first device alone (--baseline), or null"
+        float | None, "against the first of --device alone (--baseline), or null"
     ]
     busy_share: Annotated[tuple[float, ...], "share of the time in which each device computed"]
     bubble_share: Annotated[float, "share of device time without work: 1 - sum(busy) / (P span)"]
@@ -163,8 +159,11 @@ class Row:
     waiting_starved: Annotated[float | None, "share of waiting with nothing to run; null if none"]
     waiting_uneven: Annotated[float | None, "share of waiting for a slower stage"]
     waiting_transfer: Annotated[float | None, "share of waiting for a transfer"]
+    edges: Annotated[
+        tuple[str, ...], "A to B, the way through the devices; ends of the model may add to it"
+    ]
     bytes_per_edge: Annotated[
-        tuple[int, ...], "bytes sent from each device to the next, in one run"
+        tuple[int, ...], "bytes of hidden states on each of them, in one run; once if relayed"
     ]
     peak_memory: Annotated[
         tuple[int, ...], "bytes held on each device, for the largest case loaded"
@@ -187,6 +186,84 @@ def keys() -> dict[str, str]:
     """What each key of a row is."""
     hints = get_type_hints(Row, include_extras=True)
     return {f.name: hints[f.name].__metadata__[0] for f in fields(Row)}
+
+
+def faster_layers(busy: Sequence[float], layers: Sequence[int]) -> tuple[int, ...] | None:
+    """Layers per device that would even out `busy` (seconds or shares of each device).
+
+    On a device all layers count the same. None if that promises nothing worth it.
+    """
+    if min(busy) <= 0:
+        return None
+    speeds = [n / seconds for n, seconds in zip(layers, busy, strict=True)]
+    better = [len(part) for part in split_evenly([1] * sum(layers), speeds)]
+    slowest = max(n / speed for n, speed in zip(better, speeds, strict=True))
+    return tuple(better) if slowest * SLOWER_WORTH_SAYING < max(busy) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What keeps devices idle, and one or more things to try."""
+
+    cause: str
+    remedies: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.cause}: try {', or '.join(self.remedies)}"
+
+    def without(self, tried: Container[str]) -> "Advice | None":
+        """The same less what was tried already; None if nothing is left."""
+        left = tuple(remedy for remedy in self.remedies if remedy not in tried)
+        return Advice(self.cause, left) if left else None
+
+
+MORE_COPIES = "more copies (--n-copies)"
+MORE_STREAMS = "more streams"
+SMALLER_UBATCHES = "smaller ubatches (-ub)"
+LARGER_UBATCHES = "larger ubatches (-ub)"
+FEWER_DEVICES = "fewer devices"
+
+
+def layers_flag(devices: Sequence[str], layers: Sequence[int]) -> str:
+    """The flag for these numbers of layers, as a remedy.
+
+    It counts devices as --device names them: a worker may have been named as a whole.
+    """
+    flag = f"--layers {','.join(map(str, layers))}"
+    return f"--device {','.join(devices)} {flag}" if any(map(is_remote, devices)) else flag
+
+
+def advice(
+    waiting: Waiting,
+    bubble: float,
+    busy: Sequence[float],
+    n_copies: int,
+    devices: Sequence[str],
+    layers: Sequence[int],
+) -> Advice | None:
+    """What to do about the cause that dominates; None if nothing is worth it.
+
+    `busy` are seconds or shares of each device.
+    """
+    if len(busy) < 2 or bubble < IDLE_WORTH_SAYING:
+        return None
+    if waiting.main_cause == "starved":
+        if n_copies == 1:
+            return Advice("one ubatch is in flight, devices take turns", ("--n-copies 2",))
+        cause = f"too little is in flight for {len(busy)} devices"
+        return Advice(cause, (MORE_STREAMS, SMALLER_UBATCHES))
+    if waiting.main_cause == "transfer":
+        return Advice("devices wait for transfers", (FEWER_DEVICES, LARGER_UBATCHES))
+    return _even_out(busy, devices, layers)
+
+
+def _even_out(busy: Sequence[float], devices: Sequence[str], layers: Sequence[int]) -> Advice:
+    slow, fast = max(busy), min(busy)
+    better = faster_layers(busy, layers)
+    if better is None or fast <= 0:
+        return Advice("stages are even on average but vary", (MORE_COPIES,))
+    cause = f"{devices[busy.index(slow)]} is {slow / fast:.1f} times slower"
+    return Advice(cause, (layers_flag(devices, better),))
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
@@ -257,7 +334,12 @@ def _finding(row: Row, alike: Sequence[Row], subject: str, *, filled: bool) -> I
 def _advice(row: Row, rows: Sequence[Row]) -> Advice | None:
     """What might help a row, less what is known not to."""
     found = advice(
-        row.waiting, row.bubble_share, row.busy_share, row.layers_per_device, row.n_copies
+        row.waiting,
+        row.bubble_share,
+        row.busy_share,
+        row.n_copies,
+        row.devices,
+        row.layers_per_device,
     )
     return found and found.without(_tried(row, rows))
 
@@ -276,5 +358,5 @@ def _tried(chosen: Row, rows: Sequence[Row]) -> set[str]:
         LARGER_UBATCHES: decodes or any(r.ubatch_size > chosen.ubatch_size for r in piped),
         FEWER_DEVICES: any(len(row.devices) < len(chosen.devices) for row in alike),
     }
-    shown |= {layers_flag(row.layers_per_device): True for row in piped}
+    shown |= {layers_flag(row.devices, row.layers_per_device): True for row in piped}
     return {remedy for remedy, known in shown.items() if known}

@@ -17,6 +17,9 @@ MAX_SHARES = 1e100  # a product with a number of layers stays finite
 SplitMode = Literal["none", "layer"]
 Kernels = Literal["auto", "native", "torch"]
 Wire = Literal["f32", "f16"]
+CudaBytes = tuple[tuple[int, int], ...]
+"""(index, bytes) of CUDA devices."""
+EdgeCopy = Literal["auto", "p2p", "host"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +44,7 @@ class Options:
     kernels: str = "auto"
     exact: bool = False
     memory: str | None = None
+    edge_copy: str = "auto"
     override_kv: tuple[str, ...] = ()
     wire: str = "f32"
     timeout: float = 15.0
@@ -50,8 +54,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device by name: `kind` "cpu" and an index, or None for all cores; or `kind` "tcp", the
-    devices of a worker at `endpoint`, or one of them. Its `threads` if those were given."""
+    """A device by name: `kind` "cpu" and an index, or None for all cores; `kind` "cuda" and an
+    index, which several may share; or `kind` "tcp", the devices of a worker at `endpoint`, or one
+    of them. Its `threads` if those were given."""
 
     name: str
     kind: str
@@ -64,11 +69,13 @@ class Device:
 class RuntimeConfig:
     """Settings of one run, checked against each other. What only the model can settle stays
     open: `ctx_size` None is as much as fits, `shares` and `layers` None is a split by bytes,
-    `ubatch_size` None is chosen per prompt."""
+    `ubatch_size` None is chosen per prompt. `n_gpu_layers` are the last ones, and those before them
+    go to the CPU; None is all. `memory_bytes` caps the RAM, `cuda_bytes` CUDA devices."""
 
     devices: tuple[Device, ...]
     shares: tuple[float, ...] | None
     layers: tuple[int, ...] | None
+    n_gpu_layers: int | None
     n_copies: int
     ctx_size: int | None
     batch_size: int
@@ -78,6 +85,8 @@ class RuntimeConfig:
     kernels: Kernels
     exact: bool
     memory_bytes: int | None
+    cuda_bytes: CudaBytes
+    edge_copy: EdgeCopy
     override_kv: tuple[str, ...]
     wire: Wire
     timeout_s: float
@@ -96,15 +105,15 @@ def resolve(asked: Options) -> RuntimeConfig:
     named = parse_devices(named_devices(asked))
     notes: list[str] = []
     devices, shares, layers = _split(asked, _with_threads(named, asked.threads), notes)
-    if asked.n_gpu_layers is not None and all(d.kind != "cuda" for d in devices):
-        _n_gpu_layers(asked.n_gpu_layers)
-        notes.append("-ngl has no effect: there is no GPU among the devices")
+    n_gpu_layers = _n_gpu_layers(asked.n_gpu_layers, devices, layers, notes)
     _sizes(asked)
+    memory_bytes, cuda_bytes = _memory(asked.memory, named)
     return RuntimeConfig(
         devices=devices,
         shares=shares,
         layers=layers,
-        n_copies=_copies(asked.n_copies, devices, notes),
+        n_gpu_layers=n_gpu_layers,
+        n_copies=_copies(asked.n_copies, devices, notes, n_gpu_layers),
         ctx_size=asked.ctx_size or None,
         batch_size=asked.batch_size,
         ubatch_size=asked.ubatch_size,
@@ -115,7 +124,9 @@ def resolve(asked: Options) -> RuntimeConfig:
         ),
         kernels=_kernels(asked.kernels),
         exact=asked.exact,
-        memory_bytes=None if asked.memory is None else parse_bytes("--memory", asked.memory),
+        memory_bytes=memory_bytes,
+        cuda_bytes=cuda_bytes,
+        edge_copy=_edge_copy(asked.edge_copy),
         override_kv=asked.override_kv,
         wire=_wire(asked.wire),
         timeout_s=_timeout(asked.timeout),
@@ -134,8 +145,17 @@ def named_devices(asked: Options) -> str:
 
 
 def parse_devices(text: str) -> tuple[Device, ...]:
-    """`cpu`, `cpu:0,cpu:1`, `cpu,tcp://host:port`: names in pipeline order."""
-    devices = tuple(_parse_device(name.strip()) for name in text.split(","))
+    """`cpu`, `cpu:0,cpu:1`, `cuda:0,cuda:1`, `cpu,tcp://host:port`: names in pipeline order.
+
+    A CUDA device that is named again is a virtual device beside the first, cuda:0#2.
+    """
+    devices: list[Device] = []
+    for name in text.split(","):
+        device = _parse_device(name.strip())
+        n_before = sum((d.kind, d.index) == (device.kind, device.index) for d in devices)
+        if device.kind == "cuda" and n_before:
+            device = replace(device, name=f"{device.name}#{n_before + 1}")
+        devices.append(device)
     names = [d.name for d in devices]
     if repeated := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigError(f"device {repeated[0]!r} is named twice")
@@ -144,22 +164,24 @@ def parse_devices(text: str) -> tuple[Device, ...]:
             "cpu is all cores and leaves none for another device",
             hint="name shares of the cores instead: cpu:0,cpu:1",
         )
-    return devices
+    return tuple(devices)
 
 
 def _parse_device(name: str) -> Device:
     if name.startswith(("tcp://", "rpc:")):
         endpoint = parse_endpoint(name)
         return Device(str(endpoint), "tcp", endpoint=endpoint)
-    match = re.fullmatch(r"cpu(?::(\d{1,4}))?", name)
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,4}))?", name)
     if match is None:
         raise ConfigError(
             f"no device {name!r}",
-            hint="devices of this version: cpu (all cores), or cpu:0,cpu:1,... (equal shares), "
+            hint="devices: cpu (all cores), or cpu:0,cpu:1,... (equal shares), cuda:0,cuda:1,..., "
             "and tcp://host:port for those of another machine",
         )
-    index = None if match[1] is None else int(match[1])
-    return Device("cpu" if index is None else f"cpu:{index}", "cpu", index)
+    kind, index = match[1], None if match[2] is None else int(match[2])
+    if kind == "cuda":
+        index = index or 0
+    return Device(kind if index is None else f"{kind}:{index}", kind, index)
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
@@ -192,6 +214,31 @@ def parse_bytes(flag: str, text: str) -> int:
     if match is None:
         raise ConfigError(f"{flag} {text!r} is not a size such as 8GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _memory(text: str | None, devices: Sequence[Device]) -> tuple[int | None, CudaBytes]:
+    """`8GiB`, `cuda:0=20GiB`, or both: the RAM to take, and bytes of CUDA devices by index."""
+    ram_bytes: int | None = None
+    cuda_bytes: dict[int, int] = {}
+    indices = {f"cuda:{d.index}": d.index for d in devices if d.kind == "cuda"}
+    for part in [] if text is None else text.split(","):
+        name, equals, size = part.strip().rpartition("=")
+        n_bytes = parse_bytes("--memory", size)
+        if not equals and ram_bytes is None:
+            ram_bytes = n_bytes
+        elif not equals:
+            raise ConfigError(f"--memory {text!r} gives two sizes without a name")
+        elif (index := indices.get(name)) is None:
+            have = ", ".join(indices) or "none"
+            raise ConfigError(
+                f"--memory is given for {name!r}, which is no CUDA device of this run",
+                hint=f"CUDA devices: {have}; CPU devices share the RAM, a SIZE without a name",
+            )
+        elif index in cuda_bytes:
+            raise ConfigError(f"--memory gives {name!r} twice")
+        else:
+            cuda_bytes[index] = n_bytes
+    return ram_bytes, tuple(sorted(cuda_bytes.items()))
 
 
 _OTHER_MODES = {
@@ -253,9 +300,27 @@ def _main_device(devices: tuple[Device, ...], main_gpu: int) -> tuple[Device, ..
     return (devices[main_gpu],)
 
 
-def _n_gpu_layers(value: str) -> None:
+def _n_gpu_layers(
+    value: str | None,
+    devices: Sequence[Device],
+    layers: Sequence[int] | None,
+    notes: list[str],
+) -> int | None:
+    """The number of layers on GPUs, None if that is all of them, or not for -ngl to say."""
+    if value is None:
+        return None
     if value not in ("auto", "all") and not re.fullmatch(r"-?\d{1,9}", value):
         raise ConfigError(f"-ngl {value!r} is not a number of layers, auto or all")
+    why = ""
+    if all(d.kind != "cuda" for d in devices):
+        why = "there is no GPU among the devices"
+    elif any(d.kind != "cuda" for d in devices):
+        why = "there are others than GPUs among the devices"
+    elif layers is not None:
+        why = "--layers says what each device has"
+    if why:
+        notes.append(f"-ngl has no effect: {why}")
+    return None if why or value in ("auto", "all") or value.startswith("-") else int(value)
 
 
 def _with_threads(devices: tuple[Device, ...], threads: str | None) -> tuple[Device, ...]:
@@ -276,6 +341,11 @@ def _wire(value: str) -> Wire:
     return value  # type: ignore[return-value]
 
 
+def _edge_copy(value: str) -> EdgeCopy:
+    _choice("--edge-copy", value, ("auto", "p2p", "host"))
+    return value  # type: ignore[return-value]
+
+
 def _timeout(seconds: float) -> float:
     if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:  # NaN is neither
         raise ConfigError(
@@ -285,11 +355,13 @@ def _timeout(seconds: float) -> float:
     return seconds
 
 
-def _copies(asked: int | None, devices: Sequence[Device], notes: list[str]) -> int:
+def _copies(
+    asked: int | None, devices: Sequence[Device], notes: list[str], n_gpu_layers: int | None
+) -> int:
     if asked is not None and not 1 <= asked <= MAX_COPIES:
         raise ConfigError(f"--n-copies cannot be {asked}", hint=f"1 to {MAX_COPIES}, or auto")
-    # A worker's name without a device stands for all that it has.
-    if len(devices) == 1 and not _may_be_several(devices[0]):
+    # A worker's name without a device stands for all that it has, and -ngl may add the CPU.
+    if len(devices) == 1 and not _may_be_several(devices[0]) and n_gpu_layers is None:
         if asked is not None and asked > 1:
             notes.append(f"--n-copies {asked} has no effect: there is one device")
         return 1

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from pathlib import Path
 
@@ -20,16 +20,19 @@ from gguf_pp.backend.trace import Slice
 from gguf_pp.bench import Case, Row
 from gguf_pp.engine import Engine
 from gguf_pp.gguf import ModelFile
+from gguf_pp.net import is_remote, parse_endpoint
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.plan import bubble
+from gguf_pp.pipeline.remote import RemoteStage
+from gguf_pp.pipeline.stage import LayerStage
 from gguf_pp.request import Request
 from gguf_pp.sampling import SamplingParams
-from gguf_pp.timeline import Summary, Timeline, Waiting, summarize
+from gguf_pp.timeline import Devices, Timeline, Waiting, lanes_of
 
 SEED = 1
 WARM_UP_TOKENS = 32
 """Tokens that a warm-up makes at most: enough for the engine to choose its groups."""
-ACTIVATION_BYTES = 4
+WIRE_BYTES = {"f32": 4, "f16": 2}
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -168,11 +171,8 @@ class _Bench:
 
     def result(self, case: Case, runs: Sequence[_Run], speeds: dict[Case, float]) -> Result:
         """Put the numbers of a case together."""
-        stages = self._pipeline.stages
         middle = sorted(runs, key=lambda run: run.tokens_per_s)[len(runs) // 2]
-        layers = tuple(len(stage.layers) for stage in stages)
-        devices = tuple(stage.name for stage in stages)
-        timeline = Timeline(middle.slices, devices, layers)
+        timeline = Timeline(middle.slices, lanes_of(self._pipeline.stages))
         return Result(self._row(case, runs, speeds, timeline), timeline)
 
     def _row(
@@ -183,8 +183,10 @@ class _Bench:
         timeline: Timeline,
     ) -> Row:
         pipeline, file = self._pipeline, self._file
-        stages = pipeline.stages
-        summary = summarize(timeline.slices, len(stages))
+        devices = timeline.by_device()
+        summary = devices.summary
+        uses, threads = pipeline.uses(), _threads(pipeline.stages)
+        edges = _edges(timeline, pipeline.model.hp.n_embd, WIRE_BYTES[pipeline.config.wire])
         groups = _groups(case, timeline.slices) if case.phase == "decode" else None
         waiting = summary.all_waiting.shares()
         speed = speeds[case]
@@ -195,10 +197,10 @@ class _Bench:
             size=file.n_bytes,
             params=sum(prod(info.shape) for info in file.tensors.values()),
             quantization=quantization(file),
-            devices=timeline.devices,
-            layers_per_device=timeline.layers,
-            threads=tuple(stage.n_threads for stage in stages),
-            kernels=tuple(stage.kernels for stage in stages),
+            devices=devices.names,
+            layers_per_device=devices.layers,
+            threads=tuple(threads[use.name] for use in uses),
+            kernels=tuple(use.kernels for use in uses),
             n_copies=pipeline.rung.n_copies,
             pipeline=not pipeline.reason,
             pipeline_reason=pipeline.reason or None,
@@ -214,16 +216,37 @@ class _Bench:
             speedup_one_device=_ratio(speed, speeds.get(case.alone())),
             busy_share=summary.busy_shares,
             bubble_share=summary.bubble,
-            bubble_predicted=_predicted(summary, groups, pipelined=not pipeline.reason),
+            bubble_predicted=_predicted(devices, groups, pipelined=not pipeline.reason),
             **_shares(waiting),
-            bytes_per_edge=tuple(
-                rows * pipeline.model.hp.n_embd * ACTIVATION_BYTES for rows in summary.edge_rows
-            ),
-            peak_memory=tuple(
-                s.weight_bytes + s.kv_bytes + s.ring.n_bytes + s.scratch_bytes for s in stages
-            ),
+            edges=tuple(name for name, _ in edges),
+            bytes_per_edge=tuple(n_bytes for _, n_bytes in edges),
+            peak_memory=tuple(u.weight_bytes + u.kv_bytes + u.buffer_bytes for u in uses),
             versions=versions(),
         )
+
+
+def _threads(stages: Sequence[LayerStage | RemoteStage]) -> dict[str, int]:
+    """Of each device by name."""
+    threads = {stage.name: stage.n_threads for stage in stages}
+    for stage in stages:
+        if isinstance(stage, RemoteStage):
+            threads |= {device.name: device.n_threads for device in stage.peer.devices}
+    return threads
+
+
+def _edges(timeline: Timeline, n_embd: int, wire_bytes: int) -> list[tuple[str, int]]:
+    """The way through the devices, and the bytes of hidden states on each edge of it."""
+    computed = (s for s in timeline.slices if s.kind == "compute" and s.i_stage == 0)
+    n_values = n_embd * sum(s.n_rows for s in computed)
+    path = [name for lane in timeline.lanes for name in lane.devices]
+    return [
+        (f"{a} to {b}", n_values * (4 if _machine(a) == _machine(b) else wire_bytes))
+        for a, b in pairwise(path)
+    ]
+
+
+def _machine(name: str) -> str:
+    return parse_endpoint(name).peer if is_remote(name) else ""
 
 
 def quantization(file: ModelFile) -> str:
@@ -259,13 +282,13 @@ def _groups(case: Case, slices: Sequence[Slice]) -> int:
     return round(case.parallel / statistics.median(rows)) if rows else 1
 
 
-def _predicted(summary: Summary, groups: int | None, *, pipelined: bool) -> float:
+def _predicted(devices: Devices, groups: int | None, *, pipelined: bool) -> float:
     """The bubble by the formula. What decodes in G < P groups has G in flight, never more."""
-    n_stages = len(summary.busy_s)
+    n_stages = len(devices.names)
     in_flight = 1 if not pipelined else n_stages if groups is None else groups
     if in_flight < n_stages:
         return 1 - in_flight / n_stages
-    return bubble(n_stages, summary.n_ubatches)
+    return bubble(n_stages, devices.summary.n_ubatches)
 
 
 def _ratio(speed: float, baseline: float | None) -> float | None:

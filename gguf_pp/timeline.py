@@ -19,32 +19,26 @@ queued..computed   what the stage before had itself waited before u, it passes o
 computed..arrived  transfer
 arrived..freed     transfer while the edge behind us is busy, uneven while the stage behind us is,
                    else what holds that stage up, in the same way
-freed..start       the hand-over between threads: transfer, on the first stage starved
+freed..start       the hand-over between threads: transfer, on the first stage starved. To a worker
+                   and back it is the network, less what its other devices computed: starved
+
+A worker's devices are one stage. Its slice of a ubatch ends when the result is here and is as long
+as the slowest of them computed: a worker tells how long each of its devices took, not when.
 """
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
+from typing import TYPE_CHECKING
 
 from gguf_pp.backend.trace import Kind, Slice
-from gguf_pp.pipeline.split import split_evenly
+
+if TYPE_CHECKING:
+    from gguf_pp.pipeline.remote import RemoteStage
+    from gguf_pp.pipeline.stage import LayerStage
 
 Interval = tuple[float, float]
-
-IDLE_WORTH_SAYING = 0.1
-"""Share of idle device time below which there is nothing to advise."""
-SLOWER_WORTH_SAYING = 1.05
-"""A split that promises less speed-up than this is not worth a suggestion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Slices of one run, and what its stages are: device names, numbers of layers."""
-
-    slices: tuple[Slice, ...]
-    devices: tuple[str, ...]
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +109,114 @@ class Summary:
         return sum(self.waiting, Waiting())
 
 
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stage: its devices, several if a worker has them, and the layers of each.
+
+    An end of the model that is a stage of its own has none. `loads` are the seconds of each device
+    as shares of the stage's slices.
+    """
+
+    devices: tuple[str, ...]
+    layers: tuple[int, ...]
+    loads: tuple[float, ...] = (1.0,)
+
+    @property
+    def name(self) -> str:
+        """`cpu:0`, `tcp://host:port/cpu:0+cpu:1`."""
+        return "+".join([self.devices[0], *(d.rpartition("/")[2] for d in self.devices[1:])])
+
+    @property
+    def hidden(self) -> float:
+        """What devices take of a ubatch beside the slice, as a share of it."""
+        return max(0.0, sum(self.loads) - 1)
+
+
+def lanes_of(stages: "Sequence[LayerStage | RemoteStage]") -> tuple[Lane, ...]:
+    """What a timeline says of stages. What devices of a worker take is taken from the ubatches that
+    it computed last."""
+    return tuple(_lane_of(stage) for stage in stages)
+
+
+def _lane_of(stage: "LayerStage | RemoteStage") -> Lane:
+    uses = stage.uses()
+    rounds = [[s for _, _, s in each] for each in zip(*stage.recents, strict=False)]
+    slowest_s = sum(map(max, rounds))
+    loads = (
+        [min(1.0, sum(each) / slowest_s) for each in zip(*rounds, strict=True)] if slowest_s else []
+    )
+    return Lane(
+        devices=tuple(use.name for use in uses),
+        layers=tuple(use.layers[1] - use.layers[0] for use in uses),
+        loads=tuple(loads or [1.0] * len(uses)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Slices of one run, and the stages they are of."""
+
+    slices: tuple[Slice, ...]
+    lanes: tuple[Lane, ...]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """What each stage is on."""
+        return tuple(lane.name for lane in self.lanes)
+
+    def by_device(self) -> "Devices":
+        """Add the slices up for each device that has layers, whatever else it does.
+
+        It is busy with its ends of the model too, and does not wait meanwhile. What a device of a
+        worker is faster by than the slowest one it waits for that one: uneven.
+        """
+        summary = summarize(self.slices, len(self.lanes), [lane.hidden for lane in self.lanes])
+        busy, waiting, names, layers = [], [], [], []
+        for i, lane in enumerate(self.lanes):
+            all_s = _busy_s(self.slices, {i, *self._ends_on(lane)})
+            for name, n_layers, load in zip(lane.devices, lane.layers, lane.loads, strict=True):
+                if n_layers:
+                    spare_s = (1 - load) * summary.busy_s[i]
+                    waits = summary.waiting[i] + Waiting(uneven=spare_s)
+                    left_s = summary.span_s - all_s + spare_s
+                    busy.append(all_s - spare_s)
+                    waiting.append(waits.scaled(left_s / waits.total if waits.total else 0.0))
+                    names.append(name)
+                    layers.append(n_layers)
+        summary = replace(summary, busy_s=tuple(busy), waiting=tuple(waiting))
+        return Devices(tuple(names), tuple(layers), summary)
+
+    def _ends_on(self, lane: Lane) -> list[int]:
+        """Stages without layers on the same device."""
+        return [
+            i
+            for i, other in enumerate(self.lanes)
+            if other.devices == lane.devices and not any(other.layers)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices by name in the order of their layers, how many they have, and `summary`, whose
+    `busy_s` and `waiting` are theirs; edges are those between stages."""
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    summary: Summary
+
+
 def ended(slices: Iterable[Slice]) -> tuple[Slice, ...]:
-    """Those whose work is done."""
-    return tuple(s for s in slices if s.end_s >= s.start_s >= s.queued_s)
+    """Those whose work is done. A worker that got its input from another one may have begun before
+    it was asked here."""
+    return tuple(s for s in slices if s.end_s >= max(s.start_s, s.queued_s))
 
 
-def summarize(slices: Iterable[Slice], n_stages: int) -> Summary:
-    """Add up the slices that have ended."""
+def summarize(
+    slices: Iterable[Slice], n_stages: int, hidden: Sequence[float] | None = None
+) -> Summary:
+    """Add up the slices that have ended. `hidden` is as in Lane, of each stage."""
     slices = ended(slices)
-    view = _View(slices, n_stages)
+    view = _View(slices, n_stages, hidden or [0.0] * n_stages)
     edges = view.edges
     return Summary(
         n_ubatches=len({s.i_ubatch for s in slices if s.kind == "compute"}),
@@ -133,7 +226,7 @@ def summarize(slices: Iterable[Slice], n_stages: int) -> Summary:
         busy_s=tuple(_seconds(lane) for lane in view.lanes),
         waiting=tuple(view.waiting(i) for i in range(n_stages)),
         edge_s=tuple(_seconds(edge) for edge in edges),
-        edge_rows=tuple(sum(s.n_rows for s in edge) for edge in edges),
+        edge_rows=tuple(sum(s.n_rows for s in lane) for lane in view.lanes[1:]),
         host_s=_seconds(s for s in slices if s.kind == "host"),
     )
 
@@ -148,84 +241,18 @@ def ready_times(slices: Sequence[Slice]) -> list[float]:
             source = ("compute", s.i_stage, s.i_ubatch)
         elif s.kind == "compute" and s.i_stage > 0:
             source = ("transfer", s.i_stage - 1, s.i_ubatch)
+            # Between linked workers nothing passes here.
+            source = source if source in at else ("compute", s.i_stage - 1, s.i_ubatch)
         there = s.queued_s if source is None else at.get(source, s.queued_s)
         ready.append(min(max(s.queued_s, there), s.start_s))
     return ready
 
 
-def faster_layers(busy: Sequence[float], layers: Sequence[int]) -> tuple[int, ...] | None:
-    """Layers per stage that would even out `busy` (seconds or shares of each stage).
-
-    Within a stage all layers count the same. None if that promises nothing worth it.
-    """
-    if min(busy) <= 0:
-        return None
-    speeds = [n / seconds for n, seconds in zip(layers, busy, strict=True)]
-    better = [len(part) for part in split_evenly([1] * sum(layers), speeds)]
-    slowest = max(n / speed for n, speed in zip(better, speeds, strict=True))
-    return tuple(better) if slowest * SLOWER_WORTH_SAYING < max(busy) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """What keeps devices idle, and one or more things to try."""
-
-    cause: str
-    remedies: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.cause}: try {', or '.join(self.remedies)}"
-
-    def without(self, tried: Container[str]) -> "Advice | None":
-        """The same less what was tried already; None if nothing is left."""
-        left = tuple(remedy for remedy in self.remedies if remedy not in tried)
-        return Advice(self.cause, left) if left else None
-
-
-MORE_COPIES = "more copies (--n-copies)"
-MORE_STREAMS = "more streams"
-SMALLER_UBATCHES = "smaller ubatches (-ub)"
-LARGER_UBATCHES = "larger ubatches (-ub)"
-FEWER_DEVICES = "fewer devices"
-
-
-def layers_flag(layers: Iterable[int]) -> str:
-    """The flag for these numbers of layers, as a remedy."""
-    return f"--layers {','.join(map(str, layers))}"
-
-
-def advice(
-    waiting: Waiting, bubble: float, busy: Sequence[float], layers: Sequence[int], n_copies: int
-) -> Advice | None:
-    """What to do about the cause that dominates; None if nothing is worth it.
-
-    `busy` are seconds or shares of each stage.
-    """
-    if len(busy) < 2 or bubble < IDLE_WORTH_SAYING:
-        return None
-    if waiting.main_cause == "starved":
-        if n_copies == 1:
-            return Advice("one ubatch is in flight, devices take turns", ("--n-copies 2",))
-        cause = f"too little is in flight for {len(busy)} devices"
-        return Advice(cause, (MORE_STREAMS, SMALLER_UBATCHES))
-    if waiting.main_cause == "transfer":
-        return Advice("devices wait for transfers", (FEWER_DEVICES, LARGER_UBATCHES))
-    return _even_out(busy, layers)
-
-
-def _even_out(busy: Sequence[float], layers: Sequence[int]) -> Advice:
-    slow, fast = max(busy), min(busy)
-    better = faster_layers(busy, layers)
-    if better is None or fast <= 0:
-        return Advice("stages are even on average but vary", (MORE_COPIES,))
-    cause = f"stage {busy.index(slow)} is {slow / fast:.1f} times slower"
-    return Advice(cause, (layers_flag(better),))
-
-
 class _View:
     """Slices sorted into lanes, with an index, and the waits between them."""
 
-    def __init__(self, slices: Sequence[Slice], n_stages: int) -> None:
+    def __init__(self, slices: Sequence[Slice], n_stages: int, hidden: Sequence[float]) -> None:
+        self.hidden = hidden
         self.n_copies = 1 + max((s.i_copy for s in slices), default=0)
         self.lanes = [_lane(slices, "compute", i) for i in range(n_stages)]
         self.edges = [_lane(slices, "transfer", i) for i in range(n_stages - 1)]
@@ -273,12 +300,14 @@ class _View:
         late = computed - queued
         upstream = Waiting(starved=late) if first else self._passed_on(i_stage - 1, u, late)
         handed_over = start - freed
+        hidden = min(handed_over, self.hidden[i_stage] * (piece.end_s - piece.start_s))
+        handed = Waiting(starved=hidden, transfer=handed_over - hidden)
         return (
             self._unqueued(since, queued)
             + upstream
             + Waiting(transfer=arrived - computed)
             + self._blocked(i_stage, [(arrived, freed)])
-            + (Waiting(transfer=handed_over) if i_stage else Waiting(starved=handed_over))
+            + (handed if i_stage else Waiting(starved=handed_over))
         )
 
     def _unqueued(self, start: float, end: float) -> Waiting:
@@ -304,6 +333,12 @@ class _View:
 def _lane(slices: Iterable[Slice], kind: Kind, i_stage: int) -> list[Slice]:
     mine = (s for s in slices if s.kind == kind and s.i_stage == i_stage)
     return sorted(mine, key=lambda s: (s.start_s, s.end_s))
+
+
+def _busy_s(slices: Iterable[Slice], stages: set[int]) -> float:
+    """Seconds in which any of some stages computed."""
+    mine = (s for s in ended(slices) if s.kind == "compute" and s.i_stage in stages)
+    return _length(_union((s.start_s, s.end_s) for s in mine))
 
 
 def _seconds(slices: Iterable[Slice]) -> float:

@@ -2,7 +2,7 @@
 chrome://tracing open.
 
 A file is one object. `traceEvents` has a complete event ("X", times in microseconds) per slice, on
-a track (`tid`) per device, per edge and for the host, and metadata events ("M") that name and order
+a track (`tid`) per stage, per edge and for the host, and metadata events ("M") that name and order
 the tracks; `otherData` has what a reader cannot see from them. Source of the layout: the "Trace
 Event Format" document of the Chromium project.
 """
@@ -10,17 +10,19 @@ Event Format" document of the Chromium project.
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn, TypeVar, get_args
 
 from gguf_pp.backend.trace import Kind, Slice
 from gguf_pp.errors import FormatError
-from gguf_pp.timeline import Timeline, ready_times
+from gguf_pp.timeline import Lane, Timeline, ready_times
 
 MAX_BYTES = 64 << 20
 MAX_STAGES = 64
 MAX_NAME = 100
+MAX_DEVICE = 300
 MAX_US = 1e15  # 30 years
 MAX_COUNT = 1 << 40
 
@@ -36,7 +38,7 @@ def to_json(timeline: Timeline) -> str:
     document = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"devices": list(timeline.devices), "layers": list(timeline.layers)},
+        "otherData": {"stages": [asdict(lane) for lane in timeline.lanes]},
     }
     return json.dumps(document, allow_nan=False)
 
@@ -122,14 +124,26 @@ def _no_number(text: str) -> NoReturn:
 def _timeline(document: object) -> Timeline:
     root = _as(dict, document, "the file")
     other = _as(dict, root.get("otherData"), "otherData")
-    devices = tuple(_name(d) for d in _as(list, other.get("devices"), "devices"))
-    layers = _as(list, other.get("layers"), "layers")
-    if not 1 <= len(devices) == len(layers) <= MAX_STAGES:
-        raise _Unexpected(f"{len(devices)} devices with {len(layers)} numbers of layers")
-    counts = tuple(_count(n, "layers", 1, 10_000) for n in layers)
+    stages = _as(list, other.get("stages"), "stages")
+    if not 1 <= len(stages) <= MAX_STAGES:
+        raise _Unexpected(f"{len(stages)} stages")
+    lanes = tuple(_lane(_as(dict, stage, "a stage")) for stage in stages)
+    if not any(any(lane.layers) for lane in lanes):
+        raise _Unexpected("no stage has layers")
     events = (_as(dict, e, "an event") for e in _as(list, root.get("traceEvents"), "traceEvents"))
-    slices = tuple(_slice(event, len(devices)) for event in events if event.get("ph") == "X")
-    return Timeline(slices, devices, counts)
+    slices = tuple(_slice(event, len(lanes)) for event in events if event.get("ph") == "X")
+    return Timeline(slices, lanes)
+
+
+def _lane(stage: dict[str, object]) -> Lane:
+    names = tuple(_name(d) for d in _as(list, stage.get("devices"), "devices"))
+    layers = tuple(_count(n, "layers", 0, 10_000) for n in _as(list, stage.get("layers"), "layers"))
+    loads = tuple(_share(x) for x in _as(list, stage.get("loads"), "loads"))
+    if not 1 <= len(names) == len(layers) == len(loads) <= MAX_STAGES:
+        raise _Unexpected(
+            f"{len(names)} devices with {len(layers)} numbers of layers and {len(loads)} loads"
+        )
+    return Lane(names, layers, loads)
 
 
 def _slice(event: dict[str, object], n_stages: int) -> Slice:
@@ -162,7 +176,7 @@ def _as(kind: type[T], value: object, what: str) -> T:
 def _name(value: object) -> str:
     """A device's name, which will be printed: no control characters."""
     name = _as(str, value, "a device")
-    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+    if not 0 < len(name) <= MAX_DEVICE or not name.isprintable():
         raise _Unexpected(f"a device called {name[:MAX_NAME]!r}")
     return name
 
@@ -171,6 +185,12 @@ def _count(value: object, what: str, low: int, high: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise _Unexpected(f"{what} is {str(value)[:MAX_NAME]!r}, not in {low} to {high}")
     return value
+
+
+def _share(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise _Unexpected(f"a load is {str(value)[:MAX_NAME]!r}, not in 0 to 1")
+    return float(value)
 
 
 def _time(value: object, what: str) -> float:

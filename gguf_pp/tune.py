@@ -36,39 +36,51 @@ class Probe(Protocol):
     """Times parts of a model on each of the devices, in seconds of one ubatch of a job.
 
     All devices are timed at once: what they share makes them as slow as it will in the pipeline.
+    `i_head` is the device with the head: the last one, or the last of this machine.
     """
+
+    @property
+    def i_head(self) -> int:
+        """Index of the device that computes norm and logits."""
+        ...
 
     def layers_s(self, layers: Sequence[int], job: Job) -> Sequence[float]:
         """One of `layers`, which are alike, per device."""
         ...
 
-    def head_s(self, job: Job) -> Sequence[float]:
-        """Norm and logits, per device."""
+    def head_s(self, job: Job) -> Sequence[float | None]:
+        """Norm and logits, per device; None where that was not timed."""
         ...
 
     def edges_s(self, job: Job) -> Sequence[float]:
-        """Hidden states on their way from each device to the next."""
+        """Hidden states on their way from stage to stage, which are devices and, where the model
+        ends on a worker, its ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one ubatch: `layers[d][i]` is layer i on device d, `heads[d]` the head there,
-    `edges[d]` the way from d to d + 1."""
+    """Seconds of one ubatch: `layers[d][i]` is layer i on device d, `heads[d]` the head there, if
+    it was timed, `edges` the ways between stages. The head is on device `i_head`."""
 
     job: Job
     layers: tuple[tuple[float, ...], ...]
-    heads: tuple[float, ...]
+    heads: tuple[float | None, ...]
     edges: tuple[float, ...]
+    i_head: int = -1
 
     def stages_s(self, split: Sequence[range]) -> list[float]:
         """Seconds of each stage."""
         return [self.stage_s(i, part.start, part.stop) for i, part in enumerate(split)]
 
     def stage_s(self, i_device: int, start: int, stop: int) -> float:
-        """Seconds of layers [start, stop) on a device; the last one has the head."""
-        head = self.heads[i_device] if i_device == len(self.heads) - 1 else 0.0
-        return sum(self.layers[i_device][start:stop]) + head
+        """Seconds of layers [start, stop) on a device, and of the head if it is there."""
+        return sum(self.layers[i_device][start:stop]) + self.head_on(i_device)
+
+    def head_on(self, i_device: int) -> float:
+        """Seconds of the head if it is on that device, else 0."""
+        is_there = i_device == self.i_head % len(self.heads)
+        return (self.heads[i_device] or 0.0) if is_there else 0.0
 
     def tokens_per_s(self, split: Sequence[range]) -> float:
         """What a pipeline makes of it: fill, then the slowest of stages and edges sets the pace.
@@ -129,6 +141,7 @@ def probe_costs(probe: Probe, kinds: Sequence[Hashable], job: Job) -> Costs:
         layers=tuple(tuple(by_kind[kind][d] for kind in kinds) for d in range(len(heads))),
         heads=heads,
         edges=tuple(probe.edges_s(job)),
+        i_head=probe.i_head,
     )
 
 
@@ -143,13 +156,13 @@ def fastest_split(
     scales = [1.0] if len(costs) == 1 else [_slowest(c, fastest_split([c], fits)) for c in costs]
     n_devices, n_layers = len(costs[0].layers), len(costs[0].layers[0])
     sums = [list(accumulate(_weighted(costs, scales, d), initial=0.0)) for d in range(n_devices)]
-    head = sum(c.heads[-1] / scale for c, scale in zip(costs, scales, strict=True))
+    weighted = list(zip(costs, scales, strict=True))
+    heads = [sum(c.head_on(d) / scale for c, scale in weighted) for d in range(n_devices)]
 
     def load(i_device: int, start: int, stop: int) -> float:
         if not fits(i_device, range(start, stop)):
             return math.inf
-        extra = head if i_device == n_devices - 1 else 0.0
-        return sums[i_device][stop] - sums[i_device][start] + extra
+        return sums[i_device][stop] - sums[i_device][start] + heads[i_device]
 
     return _least_slowest(n_layers, n_devices, load)
 

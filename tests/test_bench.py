@@ -222,6 +222,7 @@ ROW = Row(
     waiting_starved=1.0,
     waiting_uneven=0.0,
     waiting_transfer=0.0,
+    edges=("cpu:0 to cpu:1",),
     bytes_per_edge=(1,),
     peak_memory=(1, 1),
     versions={},
@@ -249,7 +250,7 @@ def test_a_slow_stage_is_named_with_a_better_split():
         waiting_starved=0.1,
         waiting_uneven=0.9,
     )
-    assert remarks([DECODE, slow]) == ["pp512: stage 1 is 1.4 times slower: try --layers 18,12"]
+    assert remarks([DECODE, slow]) == ["pp512: cpu:1 is 1.4 times slower: try --layers 18,12"]
 
 
 def test_copies_that_gain_nothing_are_named():
@@ -303,7 +304,7 @@ def test_nothing_is_advised_that_was_measured_and_did_not_help():
     assert remarks([VARYING, replace(more, tokens_per_s=120.0)]) == [advice]
 
     slow = replace(VARYING, busy_share=(0.6, 1.0))
-    assert remarks([slow]) == ["tg64 @ 8: stage 1 is 1.7 times slower: try --layers 19,11"]
+    assert remarks([slow]) == ["tg64 @ 8: cpu:1 is 1.7 times slower: try --layers 19,11"]
     assert remarks([slow, replace(slow, layers_per_device=(19, 11), tokens_per_s=95.0)]) == []
 
     starved = replace(ROW, bubble_share=0.3)
@@ -319,7 +320,7 @@ def test_full_devices_are_not_told_to_move_layers():
     slow = replace(slow, waiting_starved=0.0)
     assert remarks([slow, replace(slow, n_copies=4)]) == [
         "pp512: more copies than 2 gain nothing",
-        "pp512: stage 1 is 1.4 times slower: try --layers 17,13",
+        "pp512: cpu:1 is 1.4 times slower: try --layers 17,13",
     ]
 
 
@@ -338,7 +339,12 @@ shares = st.floats(0.05, 1)
 @given(
     st.lists(
         st.builds(
-            lambda test, **changes: replace(ROW if test == "pp512" else DECODE, **changes),
+            lambda test, n_copies, pipeline, **changes: replace(
+                ROW if test == "pp512" else DECODE,
+                n_copies=n_copies,
+                pipeline=pipeline and n_copies > 1,
+                **changes,
+            ),
             test=st.sampled_from(["pp512", "tg64 @ 8"]),
             n_copies=st.sampled_from([1, 2, 4]),
             layers_per_device=st.sampled_from([(15, 15), (17, 13)]),

@@ -117,7 +117,8 @@ def test_misuse_is_two_plain_lines_and_exit_code_2(capsys, line):
 
 # These end before the file is looked at.
 BAD_VALUES = {
-    "-dev cuda:0": "no device 'cuda:0'",
+    "-dev cuda:x": "no device 'cuda:x'",
+    "--edge-copy fast": "--edge-copy cannot be 'fast'",
     "-dev cpu,cpu:1": "cpu is all cores",
     "-dev cpu:0,cpu:1 -ts 0,0": "leaves no device",
     "-dev cpu:0,cpu:1 -ts nan,1": "finite",
@@ -167,6 +168,7 @@ AFTER_OPENING = {
     "-p x -dev cpu:0,cpu:1 --layers 1,2": "--layers",
     "-p x --override-kv llama.block_count=int:many": "many",
     "-p x --override-kv nonsense": "nonsense",
+    "-p x -dev cpu,cuda:9999": "device 'cuda:9999'",
 }
 
 

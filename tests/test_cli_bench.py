@@ -16,6 +16,7 @@ from gguf_pp.bench import keys
 from gguf_pp.cli import bench as bench_command
 from gguf_pp.cli.main import main
 from gguf_pp.cli.plot import lines
+from gguf_pp.timeline import Lane
 
 TWO = ("--device", "cpu:0,cpu:1")
 SHORT = ("-p", "16", "-n", "2", "-r", "1", "--no-warmup", "-ub", "8")
@@ -176,7 +177,7 @@ def test_the_timeline_of_a_benchmark_is_that_of_its_last_row(capsys, chat_model,
     path = tmp_path / "t.json"
     assert bench(capsys, chat_model, *TWO, "-n", "0", "--timeline", str(path))[0] == 0
     timeline = trace_file.read(path)
-    assert (timeline.devices, timeline.layers) == (("cpu:0", "cpu:1"), (2, 2))
+    assert timeline.lanes == (Lane(("cpu:0",), (2,)), Lane(("cpu:1",), (2,)))
     computed = [(s.i_stage, s.n_rows) for s in timeline.slices if s.kind == "compute"]
     assert computed == [(0, 8), (1, 8)] * 2
 
@@ -199,7 +200,7 @@ def test_timeline_says_who_waited_and_what_to_try(capsys, chat_model, tmp_path):
     capsys.readouterr()
     assert main(["timeline", str(path)]) == 0
     first, titles, one, two, verdict, hint = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"4 ubatches over 2 stages in [\d.]+ s", first)
+    assert re.fullmatch(r"4 ubatches over 2 devices in [\d.]+ s", first)
     assert titles.split() == ["device", "layers", "busy", "starved", "uneven", "transfer"]
     assert [line.split()[:2] for line in (one, two)] == [["cpu:0", "2"], ["cpu:1", "2"]]
     assert re.fullmatch(r"devices waited \d+ % of the time, \d+ % of that .*", verdict)
@@ -213,8 +214,8 @@ def test_timeline_has_the_same_numbers_as_json(capsys, chat_model, tmp_path):
     assert main(["timeline", str(path), "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
     assert " ".join(got) == (
-        "devices layers_per_device n_ubatches n_copies span_s busy_s edge_s host_s bubble_share "
-        "starved_s uneven_s transfer_s advice"
+        "devices layers_per_device n_ubatches n_copies span_s busy_s edges edge_s host_s "
+        "bubble_share starved_s uneven_s transfer_s advice"
     )
     for i in (0, 1):
         parts = [got[key][i] for key in ("busy_s", "starved_s", "uneven_s", "transfer_s")]

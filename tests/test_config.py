@@ -42,10 +42,21 @@ def test_devices_keep_the_order_in_which_they_were_named():
     assert parse_devices("cpu:3, cpu:0") == (Device("cpu:3", "cpu", 3), Device("cpu:0", "cpu", 0))
 
 
+def test_a_cuda_device_may_be_named_again_as_another_virtual_one():
+    found = [(d.name, d.kind, d.index) for d in parse_devices("cuda,cuda:1,cuda:0,cpu,cuda:0")]
+    assert found == [
+        ("cuda:0", "cuda", 0),
+        ("cuda:1", "cuda", 1),
+        ("cuda:0#2", "cuda", 0),
+        ("cpu", "cpu", None),
+        ("cuda:0#3", "cuda", 0),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("cuda:0", "no device 'cuda:0'"),
+        ("cuda:x", "no device 'cuda:x'"),
         ("cpu:-1", "no device 'cpu:-1'"),
         ("cpu:0,", "no device ''"),
         ("CPU", "no device 'CPU'"),
@@ -172,6 +183,47 @@ def test_gpu_layers_are_accepted_and_said_to_have_no_effect(value):
     assert note == "-ngl has no effect: there is no GPU among the devices"
 
 
+@pytest.mark.parametrize(
+    ("value", "n"), [("99", 99), ("0", 0), ("-1", None), ("all", None), ("auto", None)]
+)
+def test_gpu_layers_count_where_all_devices_are_gpus(value, n):
+    config = resolve(Options(device="cuda:0", n_gpu_layers=value))
+    assert (config.n_gpu_layers, config.notes) == (n, ())
+    assert config.n_copies == (1 if n is None else 2)
+
+
+@pytest.mark.parametrize(
+    ("others", "why"),
+    [
+        ({"device": "cuda:0,cpu"}, "there are others than GPUs among the devices"),
+        ({"device": "cuda:0,cuda:1", "layers": "1,2"}, "--layers says what each device has"),
+    ],
+)
+def test_gpu_layers_do_not_contradict_what_is_said_of_devices(others, why):
+    config = resolve(Options(n_gpu_layers="3", **others))
+    assert (config.n_gpu_layers, config.notes) == (None, (f"-ngl has no effect: {why}",))
+
+
+def test_memory_is_that_of_the_cpu_and_of_cuda_devices_by_name():
+    config = resolve(Options(device="cuda:1,cpu,cuda:1", memory="cuda:1=20MiB,8MiB"))
+    assert (config.memory_bytes, config.cuda_bytes) == (8 << 20, ((1, 20 << 20),))
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ("cuda:0=1g", "'cuda:0', which is no CUDA device of this run"),
+        ("cpu=1g", "'cpu', which is no CUDA device"),
+        ("1g,2g", "two sizes without a name"),
+        ("cuda:1=1g,cuda:1=2g", "gives 'cuda:1' twice"),
+        ("cuda:1=", "is not a size"),
+    ],
+)
+def test_memory_of_what_is_not_there_is_refused(memory, says):
+    with pytest.raises(ConfigError, match=says):
+        resolve(Options(device="cpu,cuda:1", memory=memory))
+
+
 @pytest.mark.parametrize("value", ["", "many", "1.5", "--1"])
 def test_gpu_layers_that_are_no_number_are_refused(value):
     with pytest.raises(ConfigError, match="-ngl"):
@@ -230,6 +282,7 @@ def test_threads_that_fit_no_device_are_refused(text, says):
         ({"cache_type_k": "q8_0"}, "--cache-type-k cannot be 'q8_0'"),
         ({"cache_type_v": "f64"}, "--cache-type-v cannot be 'f64'"),
         ({"kernels": "cuda"}, "--kernels cannot be 'cuda'"),
+        ({"edge_copy": "peer"}, "--edge-copy cannot be 'peer'"),
         ({"memory": "lots"}, "--memory 'lots' is not a size"),
     ],
 )

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from gguf_pp import config, fetch
 from gguf_pp.config import Options
-from gguf_pp.errors import ConfigError, DownloadError, PlacementError, UnsupportedError
+from gguf_pp.errors import (
+    ConfigError,
+    DownloadError,
+    PlacementError,
+    RemoteError,
+    UnsupportedError,
+)
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline import placement
 from gguf_pp.pipeline.build import Pipeline
@@ -131,7 +137,27 @@ def test_devices_need_not_exist_if_their_memory_is_given(chat_model):
     assert [p.memory.free_bytes for p in plan.pools] == [1 << 30, 1 << 29, 2 << 30]
     assert sum(plan.by_time) == sum(plan.by_memory) == 4
     assert plan.alone == ("cuda:1", "tcp://[fe80::1]:50", "cpu")
-    assert any("cuda:1, tcp://[fe80::1]:50 can be planned only" in note for note in plan.notes)
+    assert [s.device.source for s in plan.stages] == ["flag", "flag", "here"]
+    assert plan.notes == (
+        "planned with the memory given, not looked at: cuda:1, tcp://[fe80::1]:50",
+        "the speed of devices is not known here: the split by time takes it equal",
+    )
+
+
+def test_workers_by_rpc_and_by_other_spellings_may_have_their_memory_given(chat_model):
+    flags = {"rpc": "h:50,g:51", "memory": "tcp://h:50=1g,rpc:g:51=2g,cpu=3g"}
+    for device in (None, "cpu"):
+        plan = planned(chat_model, device=device, ctx_size=64, **flags)
+        names = ["cpu", "tcp://h:50", "tcp://g:51"]
+        assert [s.device.name for s in plan.stages] == names
+        assert [p.memory.free_bytes >> 30 for p in plan.pools] == [3, 1, 2]
+
+
+def test_a_worker_that_cannot_be_asked_is_an_error_that_says_what_to_do_instead(chat_model):
+    with pytest.raises(RemoteError) as caught:
+        resolve(Options(device="cpu,tcp://127.0.0.1:1", timeout=1.0))
+    assert "127.0.0.1:1" in str(caught.value)
+    assert caught.value.hint.endswith("say what it has: --memory tcp://127.0.0.1:1=24GiB")
 
 
 def test_a_device_with_a_share_of_0_is_not_planned(chat_model):

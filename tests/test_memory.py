@@ -63,7 +63,12 @@ class Stage:
             self._reserve(rung.ctx_size * CELL_BYTES, "KV cache")
             self.kv.append(held)
         self.ring = Ring(
-            self.backend, rung.n_copies, rung.ubatch_size, N_EMBD, inp=not self.first, out=not self.last
+            self.backend,
+            rung.n_copies,
+            rung.ubatch_size,
+            N_EMBD,
+            inp=not self.first,
+            out=not self.last,
         )
         self._reserve(rung.ubatch_size * 100, "scratch")
 

@@ -110,6 +110,17 @@ def test_a_worker_named_without_a_device_is_all_of_its_devices(pair, chat_model)
         assert [use.layers for use in llm.devices()] == [(0, 1), (1, 3), (3, 4)]
 
 
+def test_layers_are_counted_per_name_of_a_device(pair, chat_model):
+    with pytest.raises(ConfigError, match="3 numbers for 2 names of devices"):
+        gguf_pp.load(chat_model, ["cpu", pair[0].device], ctx_size=64, layers="1,2,1")
+
+
+def test_a_device_that_is_named_twice_has_two_rows(three, chat_model):
+    a = three[0].device
+    with gguf_pp.load(chat_model, [a, "cpu", f"{a}/cpu"], ctx_size=64) as llm:
+        assert [use.name for use in llm.devices()] == [f"{a}/cpu", "cpu", f"{a}/cpu"]
+
+
 def test_what_a_worker_does_not_have_is_named(pair, chat_model):
     with pytest.raises(ConfigError, match=r"/cpu:7: the worker has no such device"):
         gguf_pp.load(chat_model, [f"{pair[0].device}/cpu:7"], ctx_size=64)

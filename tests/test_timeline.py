@@ -1,6 +1,7 @@
 """What a timeline says about who waited for what, on schedules in virtual time, and its file."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,18 +11,10 @@ from hypothesis import strategies as st
 import gguf_pp
 from gguf_pp import trace_file
 from gguf_pp.backend.trace import Slice
+from gguf_pp.bench import Advice, advice, faster_layers
 from gguf_pp.errors import FormatError
 from gguf_pp.pipeline.plan import bubble
-from gguf_pp.timeline import (
-    Advice,
-    Summary,
-    Timeline,
-    Waiting,
-    advice,
-    faster_layers,
-    ready_times,
-    summarize,
-)
+from gguf_pp.timeline import Lane, Summary, Timeline, Waiting, ready_times, summarize
 from tests.simulated import Run, ubatches
 
 
@@ -160,7 +153,9 @@ def test_layers_move_from_the_slow_stage_to_the_fast_one():
 
 
 def said(summary: Summary, layers) -> str | None:
-    found = advice(summary.all_waiting, summary.bubble, summary.busy_s, layers, summary.n_copies)
+    names = [f"cpu:{i}" for i in range(len(layers))]
+    waiting, busy = summary.all_waiting, summary.busy_s
+    found = advice(waiting, summary.bubble, busy, summary.n_copies, names, layers)
     return None if found is None else str(found)
 
 
@@ -173,7 +168,7 @@ def test_advice_follows_the_cause():
         "one ubatch is in flight, devices take turns: try --n-copies 2"
     )
     assert said(pipelined([[1.0] * 40, [3.0] * 40]), [4, 4]) == (
-        "stage 1 is 3.0 times slower: try --layers 6,2"
+        "cpu:1 is 3.0 times slower: try --layers 6,2"
     )
     assert said(pipelined([[1.0] * 40] * 2, copy_s=2.0), [4, 4]) == (
         "devices wait for transfers: try fewer devices, or larger ubatches (-ub)"
@@ -182,6 +177,14 @@ def test_advice_follows_the_cause():
         "stages are even on average but vary: try more copies (--n-copies)"
     )
     assert said(pipelined([[1.0] * 3]), [8]) is None
+
+
+def test_advice_on_layers_names_the_devices_where_a_worker_may_have_been_named_as_a_whole():
+    names = ["cpu", "tcp://h:1/cpu:0", "tcp://h:1/cpu:1"]
+    assert str(advice(Waiting(uneven=1), 0.4, [1, 1, 4], 2, names, [4, 4, 4])) == (
+        "tcp://h:1/cpu:1 is 4.0 times slower: try --device "
+        "cpu,tcp://h:1/cpu:0,tcp://h:1/cpu:1 --layers 5,6,1"
+    )
 
 
 def test_advice_less_what_was_tried_keeps_the_rest_or_is_none():
@@ -193,9 +196,58 @@ def test_advice_less_what_was_tried_keeps_the_rest_or_is_none():
     assert found.without(found.remedies) is None
 
 
+def compute(i_stage: int, u: int, start: float, end: float) -> Slice:
+    return Slice("compute", i_stage, u, u % 2, 1, 0.0, start, end)
+
+
+CLIENT, REMOTE = Lane(("cpu",), (3,)), Lane(("tcp://h:1/cpu",), (5,))
+HEAD = Lane(("cpu",), (0,))
+
+
+def test_an_end_of_the_model_is_work_of_its_device_and_no_device_of_its_own():
+    # The head of ubatch 0 is computed while the layers of ubatch 1 are, and a while longer.
+    slices = [compute(0, 0, 0, 2), compute(1, 0, 2, 4), compute(0, 1, 2, 5), compute(2, 0, 4, 6)]
+    slices += [compute(1, 1, 5, 8), compute(2, 1, 8, 10)]
+    got = Timeline(tuple(slices), (CLIENT, REMOTE, HEAD)).by_device()
+    assert (got.names, got.layers) == (("cpu", "tcp://h:1/cpu"), (3, 5))
+    assert got.summary.span_s == 10
+    assert got.summary.busy_s == (8, 5)
+    assert [w.total for w in got.summary.waiting] == [pytest.approx(2), pytest.approx(5)]
+    assert got.summary.bubble == pytest.approx(1 - 13 / 20)
+
+
+def test_devices_of_a_worker_are_busy_by_their_loads_and_wait_for_the_slowest():
+    slices = [compute(0, u, u, u + 1) for u in range(4)]
+    lane = Lane(("tcp://h:1/cpu:0", "tcp://h:1/cpu:1"), (1, 3), (0.25, 1.0))
+    assert Timeline((), (lane,)).devices == ("tcp://h:1/cpu:0+cpu:1",)
+    got = Timeline(tuple(slices), (lane,)).by_device()
+    assert (got.names, got.layers) == (lane.devices, (1, 3))
+    assert got.summary.busy_s == (1, 4)
+    assert got.summary.waiting == (Waiting(uneven=3), Waiting())
+
+
+def test_what_other_devices_of_a_worker_compute_first_is_no_transfer():
+    lane = Lane(("tcp://h:1/cpu:0", "tcp://h:1/cpu:1"), (1, 1), (1.0, 1.0))
+    # One second over the network, one in the first device, one in the second.
+    slices = (compute(0, 0, 0, 1), Slice("transfer", 0, 0, 0, 1, 0, 1, 1), compute(1, 0, 3, 4))
+    alone = summarize(slices, 2).waiting[1]
+    assert alone == Waiting(starved=1, transfer=2)
+    got = Timeline(slices, (CLIENT, lane)).by_device().summary
+    assert got.waiting[1:] == (Waiting(starved=2, transfer=1),) * 2
+
+
+def test_between_linked_workers_the_input_is_there_when_it_was_computed():
+    slices = [compute(0, 0, 0, 1), compute(1, 0, 2, 3), compute(0, 1, 1, 4), compute(1, 1, 5, 6)]
+    assert ready_times(slices) == [0, 1, 0, 4]
+    assert summarize(slices, 2).waiting[1] == Waiting(starved=1, uneven=1, transfer=2)
+    assert summarize(slices, 2).edge_rows == (2,)
+    early = replace(slices[1], queued_s=2.5)
+    assert summarize([slices[0], early], 2).busy_s == (1, 1)
+
+
 def recorded() -> Timeline:
     slices = Run([[1.0] * 3, [2.0] * 3], 2, copy_s=0.5, traced=True).trace.slices
-    return Timeline(tuple(slices), ("cpu:0", "cpu:1"), (2, 2))
+    return Timeline(tuple(slices), (Lane(("cpu:0",), (2,)), Lane(("cpu:1",), (2,))))
 
 
 def test_the_file_has_a_track_per_device_per_edge_and_for_the_host():
@@ -269,13 +321,20 @@ def changed(tmp_path, change) -> str:
     return str(caught.value).removeprefix(f"{path} is not a timeline of gguf-pp: ")
 
 
+def stage(document) -> dict:
+    return document["otherData"]["stages"][0]
+
+
 BAD = {
     "otherData is no dict": lambda d, e: d.pop("otherData"),
     "traceEvents is no list": lambda d, e: d.update(traceEvents={}),
     "an event is no dict": lambda d, e: d["traceEvents"].append(3),
-    "2 devices with 1 numbers of layers": lambda d, e: d["otherData"]["layers"].pop(),
-    "layers is '0', not in 1 to 10000": lambda d, e: d["otherData"].update(layers=[0, 1]),
-    "a device called '\\x1b[2J'": lambda d, e: d["otherData"].update(devices=["\x1b[2J", "b"]),
+    "2 devices with 1 numbers of layers and 1 loads": lambda d, e: stage(d)["devices"].append("b"),
+    "layers is '-1', not in 0 to 10000": lambda d, e: stage(d).update(layers=[-1]),
+    "no stage has layers": lambda d, e: [s.update(layers=[0]) for s in d["otherData"]["stages"]],
+    "a load is '1.1', not in 0 to 1": lambda d, e: stage(d).update(loads=[1.1]),
+    "0 stages": lambda d, e: d["otherData"]["stages"].clear(),
+    "a device called '\\x1b[2J'": lambda d, e: stage(d).update(devices=["\x1b[2J"]),
     "an event of category 'sleep'": lambda d, e: e.update(cat="sleep"),
     "stage is '2', not in 0 to 1": lambda d, e: e["args"].update(stage=2),
     "stage is 'True', not in 0 to 1": lambda d, e: e["args"].update(stage=True),

@@ -1,6 +1,7 @@
 """The split that tune finds, on devices in virtual time, and times of a small real model."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import combinations, pairwise
 
 import pytest
@@ -24,6 +25,7 @@ class UnevenDevices:
     def __init__(self, seconds: Sequence[float], kinds: Sequence[int], head: float = 0.0) -> None:
         self.seconds, self.kinds, self.head = seconds, kinds, head
         self.timed: list[list[int]] = []
+        self.i_head = len(seconds) - 1
 
     def layers_s(self, layers: Sequence[int], job: Job) -> list[float]:
         self.timed.append(list(layers))
@@ -140,7 +142,7 @@ def test_no_other_contiguous_split_has_a_faster_slowest_stage(layers, head):
 def test_a_real_model_is_timed_and_leaves_no_memory_taken(chat_model, monkeypatch):
     monkeypatch.setattr("gguf_pp.probe.MIN_SECONDS", 0.0)
     config = resolve(Options(device="cpu:0,cpu:1", memory="1GiB"))
-    with ModelFile.open(chat_model) as file, ModelProbe(file, config, 256) as probe:
+    with ModelFile.open(chat_model) as file, closing(ModelProbe(file, config, 256)) as probe:
         assert len(set(probe.kinds)) == 1
         for job in (Job("prefill", 64, 16), Job("decode", 8, 4)):
             costs = probe_costs(probe, probe.kinds, job)
@@ -155,7 +157,7 @@ def test_weights_that_do_not_fit_to_be_timed_are_an_error(chat_model):
     config = resolve(Options(device="cpu:0,cpu:1", memory="100KiB"))
     with (
         ModelFile.open(chat_model) as file,
-        ModelProbe(file, config, 256) as probe,
+        closing(ModelProbe(file, config, 256)) as probe,
         pytest.raises(PlacementError, match="to time"),
     ):
         probe_costs(probe, probe.kinds, PROMPT)

@@ -35,10 +35,12 @@ class Mark:
         self._failure: BaseException | None = None
 
     def set(self, failure: BaseException | None) -> None:
+        """It has passed, or its stream broke before."""
         self._failure = failure
         self._passed.set()
 
     def wait(self) -> None:
+        """Block until it has passed; raises if its stream broke."""
         self._passed.wait()
         if self._failure is not None:
             raise RuntimeError("a stream broke") from self._failure

@@ -48,19 +48,30 @@ class Parcel:
         self._landed = landed
         self._consume = consume
         self._error: BaseException | None = None
+        self._is_open = False
 
     def open(self) -> None:
-        """Block until it is here and consume it; what that raises is kept for `check`."""
+        """Block until it is here and consume it, once; what that raises is kept for `check`.
+
+        An interrupt before that leaves it closed.
+        """
         self._landed.synchronize()
+        if self._is_open:
+            return
         try:
+            self._is_open = True
             self._consume(self._rows)
         except BaseException as exc:  # noqa: BLE001 - raised again by `check`
             self._error = exc
 
     def check(self) -> None:
-        """Raise what consuming it raised."""
-        if self._error is not None:
-            raise self._error
+        """Raise what consuming it raised, an interrupt only once."""
+        error = self._error
+        if error is None:
+            return
+        if not isinstance(error, Exception):
+            self._error = RuntimeError("it was interrupted while it was consumed")
+        raise error
 
 
 class Landing:
@@ -87,7 +98,7 @@ class Landing:
         `consume` gets them there; they are overwritten afterwards.
         """
         if len(self._closed) == len(self._slots):
-            self._closed.popleft().open()
+            self._open_next()
         memory, landed = self._slots[self._n_sent % len(self._slots)]
         self._n_sent += 1
         target = memory[: len(rows)]
@@ -101,5 +112,9 @@ class Landing:
         """Open `parcel` and all before it; raises what consuming `parcel` raised."""
         with torch.inference_mode():
             while parcel in self._closed:
-                self._closed.popleft().open()
+                self._open_next()
         parcel.check()
+
+    def _open_next(self) -> None:
+        self._closed[0].open()
+        self._closed.popleft()  # not before: an interrupt would lose it

@@ -51,8 +51,9 @@ class NativeOps:
     """Ops on a CPU device through C kernels and `n_threads` threads.
 
     With `exact`, activations stay float32 in every product; otherwise `linear` rounds them to
-    int8 in groups of 32 for quantized weights of 512 columns or more. Tensors that do not have the shape, type or layout
-    that a kernel reads raise ValueError. ConfigError if the kernels were not built.
+    int8 in groups of 32 for quantized weights of 512 columns or more. Tensors that do not have the
+    shape, type or layout that a kernel reads raise ValueError. ConfigError if the kernels were not
+    built.
     """
 
     name = "native"

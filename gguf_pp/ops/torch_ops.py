@@ -6,7 +6,6 @@ another number of rows. Differences are of the order of float32 rounding.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -85,19 +84,11 @@ class TorchOps:
         self, x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None
     ) -> Tensor:
         """x / sqrt(mean(x²) + eps) * weight + add."""
-        y = F.rms_norm(x, weight.shape, weight, eps)
-        return y if add is None else y.add_(add)
-
-    _ACTIVATIONS: ClassVar[dict[Activation, Callable[[Tensor], Tensor]]] = {
-        "silu": F.silu,
-        "gelu_tanh": lambda x: _gelu_tanh(x),
-        "gelu_erf": F.gelu,
-    }
+        return rms_norm(x, weight, eps, add)
 
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up: [T, F]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._ACTIVATIONS[activation](gate) * up
+        return gated(gate_up, activation)
 
     def attention(self, qkv: Tensor, kv: LayerKV, ubatch: UBatch, spec: Attention) -> Tensor:
         """Norm, rotate, store, attend: [T, H D]."""
@@ -122,10 +113,29 @@ class TorchOps:
         return out
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    """As in Ops, on any device."""
+    y = F.rms_norm(x, weight.shape, weight, eps)
+    return y if add is None else y.add_(add)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    """As in Ops, on any device."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     """GELU as base.py defines it: argument and result rounded to float16, ends cut off."""
     y = F.gelu(x.half().float(), approximate="tanh").half().float()
     return y.where(x.abs() < 10, x.clamp(min=0))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_erf": F.gelu,
+}
 
 
 def _rotate(x: Tensor, rope: Rope, start: int) -> Tensor:

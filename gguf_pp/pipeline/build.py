@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 from gguf_pp import arch
-from gguf_pp.backend.base import Backend, OutOfMemory
+from gguf_pp.backend.base import Backend, OutOfMemory, is_out_of_memory
 from gguf_pp.backend.cpu import CpuBackend
 from gguf_pp.backend.host import share_cores
 from gguf_pp.backend.trace import Trace
@@ -16,10 +16,10 @@ from gguf_pp.config import RuntimeConfig
 from gguf_pp.errors import PlacementError, RemoteError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.gguf.identity import identity_of
-from gguf_pp.ops import make_ops
 from gguf_pp.ops.base import Ops
-from gguf_pp.pipeline.devices import open_all
+from gguf_pp.pipeline.devices import offloaded, open_all
 from gguf_pp.pipeline.executor import Executor
+from gguf_pp.pipeline.kinds import make_ops_on
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, climb_down, rungs
 from gguf_pp.pipeline.peer import RemoteDevice
@@ -33,7 +33,7 @@ from gguf_pp.pipeline.placement import (
 )
 from gguf_pp.pipeline.remote import RemoteStage
 from gguf_pp.pipeline.split import Part, parts_of
-from gguf_pp.pipeline.stage import LayerStage, call
+from gguf_pp.pipeline.stage import DeviceUse, LayerStage, call
 
 log = logging.getLogger("gguf_pp")
 
@@ -56,7 +56,7 @@ class Pipeline:
         self.stages: list[LayerStage | RemoteStage] = []
         self._file = file
         self._warn_of_long_context(config)
-        self._devices = open_all(config)
+        self._devices = open_all(offloaded(config, self.model.hp.n_layers))
         self.config = self._devices.config
         try:
             self._load(progress)
@@ -127,8 +127,19 @@ class Pipeline:
         """Those on other machines."""
         return [stage for stage in self.stages if isinstance(stage, RemoteStage)]
 
+    def uses(self) -> list[DeviceUse]:
+        """What each device with layers holds, in order; ends of the model that are stages of their
+        own count with their device."""
+        uses = [use for stage in self.stages for use in stage.uses()]
+        ends = [use for use in uses if use.layers[0] == use.layers[1]]
+        owners = [use for use in uses if use.layers[0] < use.layers[1]]
+        first = {use.name: i for i, use in reversed(list(enumerate(owners)))}
+        for end in ends:
+            owners[first[end.name]] += end
+        return owners
+
     def _ops(self, backend: Backend) -> Ops:
-        return make_ops(self.config.kernels, backend.n_threads, exact=self.config.exact)
+        return make_ops_on(backend, self.config.kernels, exact=self.config.exact)
 
     def _reserve_weights(self, sizes: Sizes) -> None:
         for stage in self.stages:
@@ -180,8 +191,18 @@ class Pipeline:
             own = stage, DeviceLoader(self._file, n_ctx, stage.ops, step)
             owner, loader = loaders.setdefault(stage.name, own)
             futures.append(call(owner.compute, partial(stage.load_weights, loader)))
-        for future in futures:
-            future.result()
+        try:
+            for future in futures:
+                future.result()
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
+            raise PlacementError(
+                f"there was no memory for weights that should have fitted: {exc}",
+                hint="use a smaller context (-c), or leave more free with --memory",
+            ) from exc
+        for owner, _ in loaders.values():
+            owner.settle()
 
     def _allocate(self, rung: Rung) -> bool:
         for stage in self.stages:

@@ -5,12 +5,14 @@ No device is opened, so it need not exist: it is a name, a memory and a speed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from gguf_pp import arch
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Memory
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.gguf import ModelFile
+from gguf_pp.net import parse_endpoint
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, rungs
 from gguf_pp.pipeline.placement import (
     Need,
@@ -45,7 +47,8 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A memory and what is planned of it; CPU devices share the pool "ram"."""
+    """A memory and what is planned of it: the stages there, and what passes between machines. CPU
+    devices share the pool "ram", and those of a worker its RAM."""
 
     memory: Memory
     devices: tuple[str, ...]
@@ -107,7 +110,7 @@ def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedD
     n_groups = min(settled.n_slots, len(devices))
     return Plan(
         stages=_stages(sizes, layers, parts, needs, devices),
-        pools=_pools(needs, devices),
+        pools=_pools(needs, devices, _relays(model, parts, devices, rung)),
         asked=asked,
         rung=rung,
         fits=fit,
@@ -134,11 +137,40 @@ def _best_rung(
 ) -> tuple[Rung, bool]:
     """The first rung of the ladder that fits, or the last one and false."""
     ladder = rungs(asked, ctx_fixed=settled.ctx_size is not None)
-    of_stages = [devices[i] for i, _ in parts]
     for rung in ladder:
-        if fits(of_stages, (need_of(settled, model, sizes, p, rung).total for _, p in parts)):
+        amounts = [(devices[i], need_of(settled, model, sizes, p, rung).total) for i, p in parts]
+        amounts += _relays(model, parts, devices, rung)
+        if fits([device for device, _ in amounts], (n_bytes for _, n_bytes in amounts)):
             return rung, True
     return ladder[-1], False
+
+
+def _relays(
+    model: Model,
+    parts: Sequence[tuple[int, Part]],
+    devices: Sequence[PlannedDevice],
+    rung: Rung,
+) -> list[tuple[PlannedDevice, int]]:
+    """Bytes that are no stage's own: what a worker sends from, and, here, what is sent to it and
+    received from it. Workers that reach each other need less here."""
+
+    def worker(place: tuple[int, Part]) -> str:
+        device = devices[place[0]]
+        return "" if device.local else parse_endpoint(device.name).peer
+
+    copies = rung.n_copies * rung.ubatch_size * model.hp.n_embd * 4
+    here = next((device for device in devices if device.local), None)
+    found = []
+    for peer, places in groupby(parts, key=worker):
+        if not peer:
+            continue
+        stages = list(places)
+        first, (i_last, last) = stages[0][1], stages[-1]
+        n_ends = (not first.embeds) + (not last.heads)
+        found.append((devices[i_last], copies * (not last.heads)))
+        if here is not None:
+            found.append((here, copies * n_ends))
+    return found
 
 
 def _largest_context(
@@ -196,8 +228,13 @@ def _stages(
     )
 
 
-def _pools(needs: Sequence[Need], devices: Sequence[PlannedDevice]) -> tuple[Pool, ...]:
-    planned = by_pool(devices, (need.total for need in needs))
+def _pools(
+    needs: Sequence[Need],
+    devices: Sequence[PlannedDevice],
+    relays: Sequence[tuple[PlannedDevice, int]],
+) -> tuple[Pool, ...]:
+    amounts = [*zip(devices, (need.total for need in needs), strict=True), *relays]
+    planned = by_pool([device for device, _ in amounts], (n_bytes for _, n_bytes in amounts))
     rooms = {device.room.pool: device.room for device in devices}
     return tuple(
         Pool(rooms[pool], tuple(d.name for d in devices if d.room.pool == pool), n_bytes)
@@ -211,8 +248,9 @@ def _counts(layers: Sequence[range]) -> tuple[int, ...]:
 
 def _notes(settled: RuntimeConfig, devices: Sequence[PlannedDevice]) -> tuple[str, ...]:
     notes = list(settled.notes)
-    if absent := [device.name for device in devices if not device.runs_here]:
-        notes.append(f"this version runs on CPU devices: {', '.join(absent)} can be planned only")
-        if len(devices) > 1:
-            notes.append("the speed of devices is not known here: the split by time takes it equal")
+    told = [device.name for device in devices if device.source == "flag"]
+    if told:
+        notes.append(f"planned with the memory given, not looked at: {', '.join(told)}")
+    if told and len(devices) > 1:
+        notes.append("the speed of devices is not known here: the split by time takes it equal")
     return tuple(notes)

@@ -15,7 +15,12 @@ from gguf_pp.pipeline.ring import Copy, Ring
 
 Take = Callable[[Tensor, range], None]
 """Consumes logits [n, V] of the outputs `range` (indexes into UBatch.outputs) where they are made:
-on the last device, inside its stream. The tensor is overwritten afterwards."""
+on the last device, inside its stream; or on the host, from a device that it cannot look into. The
+tensor is overwritten afterwards."""
+
+Deliver = Callable[[], None]
+"""Blocks until logits are on the host and hands them to `take`; raises what that raises. What was
+delivered is not delivered again."""
 
 
 class Stage(Protocol):
@@ -48,8 +53,9 @@ class Stage(Protocol):
         """Move the input out of `copy`, into the stage's own work memory."""
         ...
 
-    def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
-        """Compute on what was loaded: write `copy.out`, or hand logits to `take`."""
+    def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> Deliver | None:
+        """Compute on what was loaded: write `copy.out`, or hand logits to `take`; or return how the
+        host is to hand them over once it waits for the ubatch."""
         ...
 
     def abandon(self, copy: Copy, ubatch: UBatch) -> None:
@@ -63,6 +69,7 @@ class Ticket:
     def __init__(self, ubatch: UBatch, done: Event) -> None:
         self.ubatch = ubatch
         self.error: BaseException | None = None
+        self.deliver: Deliver | None = None
         self.done = done
 
     def skip(self, reason: BaseException) -> None:
@@ -71,10 +78,16 @@ class Ticket:
             self.error = reason
 
     def wait(self) -> None:
-        """Block the host until the last stage is through; raise what went wrong in any."""
+        """Block the host until the last stage is through and its logits are taken; raise what went
+        wrong anywhere, an interrupt only once."""
         self.done.synchronize()
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if error is not None:
+            if not isinstance(error, Exception):
+                self.error = RuntimeError("the ubatch was interrupted")
+            raise error
+        if self.deliver is not None:
+            self.deliver()
 
 
 class Executor:
@@ -170,7 +183,7 @@ class Executor:
 
 def _guarded(
     ticket: Ticket,
-    work: Callable[[Copy, UBatch], None],
+    work: Callable[[Copy, UBatch], Deliver | None],
     copy: Copy,
     instead: Callable[[Copy, UBatch], None] | None = None,
 ) -> None:
@@ -181,6 +194,8 @@ def _guarded(
             instead(copy, ticket.ubatch)
         return
     try:
-        work(copy, ticket.ubatch)
+        deliver = work(copy, ticket.ubatch)
+        if deliver is not None:
+            ticket.deliver = deliver
     except BaseException as exc:  # noqa: BLE001 - raised again where the host waits
         ticket.error = exc

@@ -143,7 +143,7 @@ def chosen(endpoint: Endpoint, lent: list[LentDevice]) -> list[LentDevice]:
 def expanded(config: RuntimeConfig, counts: Sequence[int]) -> RuntimeConfig:
     """Replace every name that means several devices by those; what was asked of it is divided.
 
-    `counts` are the devices that each name means. Raises PlacementError.
+    `counts` are the devices that each name means. Raises ConfigError, PlacementError.
     """
     if all(n == 1 for n in counts):
         return config
@@ -151,6 +151,11 @@ def expanded(config: RuntimeConfig, counts: Sequence[int]) -> RuntimeConfig:
     if shares is not None:
         shares = tuple(s / n for s, n in zip(shares, counts, strict=True) for _ in range(n))
     if layers is not None:
+        if len(layers) != len(counts):
+            raise ConfigError(
+                f"--layers has {len(layers)} numbers for {len(counts)} names of devices",
+                hint="a worker named without a device is one name: name tcp://host:port/cpu:0, ...",
+            )
         layers = tuple(
             len(part)
             for n_layers, n in zip(layers, counts, strict=True)

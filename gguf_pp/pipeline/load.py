@@ -66,7 +66,7 @@ class DeviceLoader(Tensors):
         """Rotation tables, shared by all layers that ask for the same."""
         if params not in self._ropes:
             name = params.freq_factors
-            factors = None if name is None else self.vector(name, params.n_rot // 2)
+            factors = None if name is None else self.vector(name, params.n_rot // 2).cpu()
             self._ropes[params] = make_rope(params, self.n_ctx, factors)
         return self._ropes[params]
 

@@ -2,7 +2,8 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -167,6 +168,7 @@ class Peer:
         self._pending: dict[int, Pending] = {}
         self._logits: tuple[Tensor, range] | None = None
         self.failure: RemoteError | None = None
+        self._before: Peer | None = None
         self._connection = connect(endpoint, self._access, self)
         self._connection.start()
         self.devices = self._ask_devices()
@@ -189,7 +191,7 @@ class Peer:
         self.close()
         self._connection = connect(self.endpoint, self._access, self)
         with self._lock:
-            self._credits, self.failure = Credits(), None
+            self._credits, self.failure, self._before = Credits(), None, None
             self._pending.clear()
         self._connection.start()
 
@@ -205,7 +207,16 @@ class Peer:
         try:
             return self._connection.request(verb, body, doing=doing, progress=progress)
         except Refused as exc:
-            raise self._error_of(exc) from exc
+            with self.understood():
+                raise self._error_of(exc) from exc
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Read an answer inside; raises RemoteError for one that makes no sense."""
+        try:
+            yield
+        except ProtocolError as exc:
+            raise misspoken(self.endpoint, exc) from exc
 
     def _error_of(self, exc: Refused) -> Exception:
         """What the worker refused, as the error that a device of this machine would raise."""
@@ -237,15 +248,18 @@ class Peer:
         if not self._forwards:
             return False
         where = following.request(Verb.LINK_IN, {}, doing="preparing a link")
+        with following.understood():
+            token = where.text("token", 64)
         body = {
             "host": following.endpoint.host,
             "port": following.endpoint.port,
-            "token": where.text("token", 64),
+            "token": token,
         }
         try:
             self.request(Verb.LINK_OUT, body, doing=f"reaching {following.endpoint.peer}")
         except RemoteError:
             return False
+        following._before = self
         return True
 
     def expect(self, id_: int, pending: Pending) -> None:
@@ -301,6 +315,9 @@ class Peer:
 
     def lost(self, error: RemoteError) -> None:
         """As in net.Handler."""
+        if isinstance(error, Refused) and error.kind == "link" and self._before is not None:
+            # The worker does not know that one by the name we know.
+            error = RemoteError(f"{error} (it comes from {self._before.endpoint.peer})")
         with self._lock:
             self.failure = error
             pending = list(self._pending.values())

@@ -22,7 +22,7 @@ from gguf_pp.pipeline.peer import Peer, Pending, RemoteDevice, bytes_of, memory_
 from gguf_pp.pipeline.ring import Copy, Ring
 from gguf_pp.pipeline.split import Part
 from gguf_pp.pipeline.stage import DeviceUse
-from gguf_pp.wire import MAX_CHUNK_BYTES, Fields, Verb, pack_offset
+from gguf_pp.wire import MAX_CHUNK_BYTES, Fields, ProtocolError, Verb, pack_offset
 
 _MAX_BYTES = 1 << 50
 
@@ -118,11 +118,17 @@ class RemoteStage:
         places = [(d.name_there, p) for d, p in zip(self._devices, self.parts, strict=True)]
         body, self._names = manifest(file, identity, self._model, places, self._config, n_vocab)
         answer = self.peer.request(Verb.OPEN, body, doing=f"preparing {self._what}")
+        with self.peer.understood():
+            self._note_opened(answer)
+
+    def _note_opened(self, answer: Fields) -> None:
         self._missing = answer.integers("missing", len(self._names), 0, len(self._names) - 1)
         self.origin = answer.choice("origin", "model-dir", "cache", "client")
         self.overhead_rows = answer.integer("overhead_rows", 1, 1 << 16)
         sizes = _per_stage(answer, "weight_bytes", len(self.parts))
         kernels = [str(kind)[:16] for kind in answer.items("kernels", len(self.parts))]
+        if len(kernels) != len(self.parts):
+            raise ProtocolError(f"{len(kernels)} kernels for {len(self.parts)} stages")
         self.weight_bytes = sum(sizes)
         self._uses = [
             DeviceUse(device.name, (p.layers.start, p.layers.stop), size, 0, 0, 0, kind)
@@ -174,10 +180,11 @@ class RemoteStage:
             "ctx_size": rung.ctx_size,
         }
         answer = self.peer.request(Verb.ALLOCATE, sizes, doing=f"allocating for {self._what}")
-        kv, buffers, free = (
-            _per_stage(answer, name, len(self.parts))
-            for name in ("kv_bytes", "buffer_bytes", "free_bytes")
-        )
+        with self.peer.understood():
+            kv, buffers, free = (
+                _per_stage(answer, name, len(self.parts))
+                for name in ("kv_bytes", "buffer_bytes", "free_bytes")
+            )
         self._uses = [
             replace(use, kv_bytes=kv[i], buffer_bytes=buffers[i], free_bytes=free[i])
             for i, use in enumerate(self._uses)
@@ -227,11 +234,11 @@ class RemoteStage:
         if self._linked_from is not None:  # it comes from the worker before
             return
         id_ = next(self._ids)
-        self._announce(id_, ubatch, None)
         payload = None
         if copy.inp is not None:
             payload = self._packed(copy.inp.tensor[: ubatch.n_rows])
         try:
+            self._announce(id_, ubatch, None)
             self.peer.submit(id_, ubatch, tokens=self.embeds, payload=payload)
         except RemoteError as exc:
             raise self._while_computing(exc) from exc
@@ -300,5 +307,5 @@ class RemoteStage:
 def _per_stage(answer: Fields, name: str, n_stages: int) -> tuple[int, ...]:
     numbers = answer.integers(name, n_stages, 0, _MAX_BYTES)
     if len(numbers) != n_stages:
-        raise RemoteError(f"the worker answered {len(numbers)} {name} for {n_stages} stages")
+        raise ProtocolError(f"{len(numbers)} {name} for {n_stages} stages")
     return numbers

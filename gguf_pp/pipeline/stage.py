@@ -1,11 +1,11 @@
 """A part of the model on one device, with its weights, its KV cache and its ring."""
 
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from gguf_pp.arch import Model
 from gguf_pp.backend.base import Backend, Stream
 from gguf_pp.batch import UBatch
 from gguf_pp.ops.base import LayerKV, Ops
-from gguf_pp.pipeline.executor import Take
+from gguf_pp.pipeline.executor import Deliver, Take
+from gguf_pp.pipeline.kinds import make_outlet, make_stopwatch
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import Rung
 from gguf_pp.pipeline.placement import kv_bytes, logits_rows, scratch_bytes
 from gguf_pp.pipeline.ring import Copy, Ring
 from gguf_pp.pipeline.split import Part
+
+if TYPE_CHECKING:
+    from gguf_pp.pipeline.outlet import CudaOutlet
 
 T = TypeVar("T")
 
@@ -77,7 +81,8 @@ class LayerStage:
         self.weight_bytes = 0
         self.kv_bytes = 0
         self.scratch_bytes = 0
-        self.recent: deque[tuple[int, int, float]] = deque(maxlen=64)
+        self._stopwatch = make_stopwatch(backend)
+        self.recent = self._stopwatch.recent
         self._i_stage = i_stage
         self._model = model
         self._embedding: Any = None
@@ -85,6 +90,8 @@ class LayerStage:
         self._head: Any = None
         self._kv: list[LayerKV] = []
         self._input: Tensor | None = None
+        self._n_slots = 0
+        self._outlet: CudaOutlet | None = None
 
     @property
     def intake(self) -> Stream:
@@ -142,12 +149,21 @@ class LayerStage:
 
     def load_weights(self, loader: DeviceLoader) -> None:
         """Read this stage's weights. Runs on the compute stream of the stage whose ops `loader`
-        has: this one, or another of the same device."""
+        has: this one, or another of the same device. Once `allocate` has succeeded."""
         if self.part.embeds:
             self._embedding = self._model.load_embedding(loader)
         self._weights = [self._model.load_layer(loader, i) for i in self.layers]
         if self.part.heads:
             self._head = self._model.load_head(loader)
+            n_vocab = self._head.output.n_rows
+            self._outlet = make_outlet(self.backend, self._n_slots, n_vocab)
+
+    def settle(self) -> None:
+        """Wait until the compute stream is through with what was queued. What one stream wrote may
+        then be read by any other."""
+        done = self.backend.event()
+        self.compute.record(done)
+        done.synchronize()
 
     def allocate(self, rung: Rung, n_slots: int, kv_types: tuple[str, str]) -> None:
         """Reserve KV cache, ring and scratch; raises OutOfMemory. `release` undoes it, whole or
@@ -157,10 +173,8 @@ class LayerStage:
         size = cell * rung.ctx_size * n_slots * len(self.layers)
         self.backend.reserve(size, "KV cache")
         self.kv_bytes = size
-        for _ in self.layers:
-            self._kv.append(
-                self.ops.layer_kv(n_slots, rung.ctx_size, hp.n_kv_heads, hp.head_size, *kv_types)
-            )
+        shape = n_slots, rung.ctx_size, hp.n_kv_heads, hp.head_size
+        call(self.compute, lambda: self._allocate_kv(*shape, *kv_types)).result()
         self.ring = Ring(
             self.backend,
             rung.n_copies,
@@ -172,6 +186,16 @@ class LayerStage:
         scratch = scratch_bytes(self._model, rung.ubatch_size, last=self.part.heads)
         self.backend.reserve(scratch, "scratch")
         self.scratch_bytes = scratch
+        self._n_slots = n_slots
+
+    def _allocate_kv(
+        self, n_slots: int, n_cells: int, n_kv_heads: int, head_size: int, k_type: str, v_type: str
+    ) -> None:
+        """On the compute stream, whose memory it is."""
+        for _ in self.layers:
+            self._kv.append(
+                self.ops.layer_kv(n_slots, n_cells, n_kv_heads, head_size, k_type, v_type)
+            )
 
     def release(self) -> None:
         """Give back everything but the weights."""
@@ -190,9 +214,9 @@ class LayerStage:
         """Drop what was loaded."""
         self._input = None
 
-    def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> None:
+    def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> Deliver | None:
         """Run the layers on what was loaded."""
-        start = time.perf_counter()
+        start = self._stopwatch.start()
         model, ops = self._model, self.ops
         if self.part.embeds:
             x = model.embed(ops, self._embedding, ubatch.tokens)
@@ -201,22 +225,36 @@ class LayerStage:
             x, self._input = self._input, None
         for weights, kv in zip(self._weights, self._kv, strict=True):
             x = model.layer(ops, weights, x, kv, ubatch)
+        deliver = None
         if copy.out is not None:
             copy.out.tensor[: ubatch.n_rows].copy_(x)
         elif ubatch.outputs:
-            self._emit(x, ubatch, take)
-        end = time.perf_counter()
-        self.recent.append((ubatch.n_rows, len(ubatch.outputs), end - start))
+            deliver = self._emit(x, ubatch, take)
+        self._stopwatch.stop(start, ubatch)
+        return deliver
 
-    def _emit(self, x: Tensor, ubatch: UBatch, take: Take) -> None:
+    def _emit(self, x: Tensor, ubatch: UBatch, take: Take) -> Deliver | None:
         """Logits of the rows that want them, a few at a time, to `take`."""
         outputs = ubatch.outputs
         if len(outputs) < ubatch.n_rows:
-            x = x[torch.tensor(outputs)]
+            x = _pick(x, outputs)
         n_rows = logits_rows(self._head.output.n_rows)
+        parcels = []
         for start in range(0, len(outputs), n_rows):
             rows = range(start, min(start + n_rows, len(outputs)))
-            take(self._model.logits(self.ops, self._head, x[rows.start : rows.stop]), rows)
+            logits = self._model.logits(self.ops, self._head, x[rows.start : rows.stop])
+            if self._outlet is None:
+                take(logits, rows)
+            else:
+                parcels += self._outlet.send(logits, rows, take)
+        return None if self._outlet is None else self._outlet.deliver(parcels)
+
+
+def _pick(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Those rows of x, ascending. Slices need no indexes, which a device would be waited for."""
+    pairs = groupby(enumerate(rows), key=lambda pair: pair[1] - pair[0])
+    runs = [[row for _, row in run] for _, run in pairs]
+    return torch.cat([x[run[0] : run[-1] + 1] for run in runs])
 
 
 def call(stream: Stream, work: Callable[[], T]) -> Future[T]:

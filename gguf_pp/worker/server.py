@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gguf_pp.config import Device
-from gguf_pp.errors import RemoteError
+from gguf_pp.errors import ConfigError, RemoteError
 from gguf_pp.net import Agreed, Channel, Listener, dial, greet_server
 from gguf_pp.wire import ProtocolError
 from gguf_pp.worker.lender import Lender
@@ -47,7 +47,9 @@ class Worker:
     """Listens from construction on, serves from `start` to `close`; a host to its sessions."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises ConfigError where it cannot listen, or a folder cannot be used."""
+        """Raises ConfigError where it cannot listen, or use a folder, or lend a device."""
+        if others := [device.name for device in config.devices if device.kind != "cpu"]:
+            raise ConfigError(f"a worker cannot lend {others[0]} yet", hint="lend cpu devices")
         self.config = config
         self.timeout_s = config.timeout_s
         self.forwards = config.forwards

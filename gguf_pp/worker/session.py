@@ -5,7 +5,6 @@ order, ubatches go straight to the stages. Whatever the other side does wrong en
 nothing else.
 """
 
-import gc
 import logging
 import queue
 import threading
@@ -39,7 +38,7 @@ from gguf_pp.wire import (
 )
 from gguf_pp.worker.declared import read_declared, read_identity, read_rung
 from gguf_pp.worker.host import Host
-from gguf_pp.worker.lender import Lease
+from gguf_pp.worker.lender import Lease, trim
 from gguf_pp.worker.link import join
 from gguf_pp.worker.refusal import refusal, shown
 from gguf_pp.worker.store import StoredModel
@@ -252,13 +251,13 @@ class Session:
         with self._lock:
             upstream, self._upstream = self._upstream, None
         if self._is_sealed and upstream is not None:
-            self._tell_lost(f"the link from {upstream.peer} is lost: {upstream.error}")
+            self._tell_lost(f"the link that brings its input is lost: {upstream.error}")
 
     def _tell_lost(self, message: str) -> None:
         """End the session, with a reason."""
         if self.error is None:
             log.warning("%s: %s", self.peer, message)
-            self._send(Verb.ERROR, 0, pack_json({"kind": "unreachable", "message": message}))
+            self._send(Verb.ERROR, 0, pack_json({"kind": "link", "message": message}))
 
     def _link_out(self, body: Fields) -> dict[str, Any]:
         work = self._preparing()
@@ -383,18 +382,19 @@ class Session:
         if self._feeds is not None:
             self._feeds.unfollow()
         if self.work is not None:
-            seconds = time.monotonic() - self._started_s
             log.info(
                 "%s: %s, %d tokens, %.1f s: %s",
                 self.peer,
                 self._what,
                 self.work.n_rows,
-                seconds,
+                time.monotonic() - self._started_s,
                 self.error,
             )
             self.work.close()
-        elif self._stored is not None:
-            self._stored.close()
         self._lease.end()
-        self.work = self._stored = self._upstream = self._feeds = None
-        gc.collect()
+        self.work = self._upstream = self._feeds = None
+        self._chunk = memoryview(b"")
+        if self._stored is not None:
+            self._stored.close()
+            self._stored = None
+            trim()

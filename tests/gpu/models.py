@@ -1,0 +1,297 @@
+"""A whole model on the device, by the interface that users have: ids, tokens/s, syncs, a worker."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gguf_pp
+from gguf_pp.api import LLM
+from gguf_pp.backend import cuda_trials
+from gguf_pp.config import parse_devices
+from gguf_pp.errors import ConfigError
+from tests.gpu.harness import Missing, Report
+from tests.gpu.nursery import write_model
+
+CHECK = Path(__file__).with_name("check.py")
+ONE, TWO, MIXED = ["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cpu"]
+CAP = "cuda:0={}"
+"""What caps the memory of ONE."""
+N_TOKENS = 48
+N_STREAMS = 16
+EXACT_LOGITS, ROUNDED_LOGITS = 2e-3, 0.2
+"""The most that logits may be off from the CPU's, in their standard deviations."""
+
+
+def require_built() -> None:
+    """Missing if the product does not know these devices yet."""
+    try:
+        parse_devices(",".join(TWO))
+    except ConfigError as exc:
+        raise Missing(f"--device {','.join(TWO)}: {exc}") from exc
+
+
+@contextmanager
+def model_of(report: Report) -> Iterator[Path]:
+    """The model that was named, or one that is made."""
+    if report.options.get("model"):
+        yield Path(report.options["model"])
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_model(Path(folder) / "made.gguf")
+
+
+def load(path: Path, devices: Sequence[str], **options: Any) -> LLM:
+    """With rows of a ubatch, and so the kernels that compute them, settled."""
+    settings: dict[str, Any] = {"ctx_size": 1024, "ubatch_size": 64, "exact": True}
+    return gguf_pp.load(path, list(devices), **(settings | options))
+
+
+def prompt_of(llm: LLM, n: int, seed: int = 0) -> list[int]:
+    """`n` random ids."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    return [int(i) for i in random.integers(0, min(250, llm.tokenizer.n_vocab), n)]
+
+
+def answer(llm: LLM, seed: int = 0) -> list[int]:
+    """What follows a prompt when the best token is always taken."""
+    prompt = prompt_of(llm, 128, seed)
+    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    return llm.generate(prompt, max_tokens=N_TOKENS, **settings).completion().ids
+
+
+def check_end_to_end(part: str, report: Report) -> None:
+    """Ids and logits against the CPU's; one stage against two, by every way; what a cap on memory
+    does; tokens/s."""
+    require_built()
+    with model_of(report) as path:
+        with load(path, ["cpu"]) as llm:
+            ids, prompt = answer(llm), prompt_of(llm, 192)
+            wanted = llm.logits(prompt)
+        _against_cpu(report, path, ids, prompt, wanted)
+        _against_each_other(report, path, prompt)
+        _under_a_cap(report, path)
+        _rates(report, path)
+
+
+def _against_cpu(
+    report: Report, path: Path, ids: list[int], prompt: list[int], wanted: np.ndarray
+) -> None:
+    for name, devices, exact in (
+        ("exact", ONE, True), ("default", ONE, False), ("with the CPU", MIXED, True)
+    ):  # fmt: skip
+        limit = EXACT_LOGITS if exact else ROUNDED_LOGITS
+        with load(path, devices, exact=exact) as llm:
+            got, logits = answer(llm), llm.logits(prompt)
+        differ = (i for i, (a, b) in enumerate(zip(got, ids, strict=True)) if a != b)
+        n_equal = next(differ, len(ids))
+        off = float(np.abs(logits - wanted).max() / wanted.std())
+        report.tell(**{name: {"ids_equal": n_equal, "of": len(ids), "logits_off": off}})
+        report.require(off <= limit, f"{name}: logits are off by {off:.2g} standard deviations")
+        if exact:
+            report.require(n_equal == len(ids), f"{name}: ids differ from token {n_equal} on")
+
+
+def _against_each_other(report: Report, path: Path, prompt: list[int]) -> None:
+    results = {}
+    for name, devices, options in (
+        ("one stage", ONE, {}),
+        ("in turn", TWO, {"n_copies": 1}),
+        ("pipelined", TWO, {"n_copies": 2}),
+        ("4 copies", TWO, {"n_copies": 4}),
+        ("through the host", TWO, {"n_copies": 2, "edge_copy": "host"}),
+    ):
+        with load(path, devices, exact=False, **options) as llm:
+            results[name] = llm.logits(prompt)
+    for name, logits in results.items():
+        equal = np.array_equal(logits, results["one stage"])
+        report.require(equal, f"{name}: logits are not those of one stage, bit for bit")
+
+
+def _under_a_cap(report: Report, path: Path) -> None:
+    """With less memory than it would take, a run has a shorter context, and the same answer."""
+    with load(path, ONE, ctx_size=None) as llm:
+        wanted, n_full = answer(llm), llm.ctx_size
+        (use,) = llm.devices()
+    n_bytes = use.weight_bytes + use.kv_bytes // 2 + use.buffer_bytes
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats(0)
+    before = _allocated()
+    with load(path, ONE, ctx_size=None, memory=CAP.format(n_bytes)) as llm:
+        got, n_cells = answer(llm), llm.ctx_size
+    report.tell(cap={
+        "context": n_full, "context_capped": n_cells,
+        "cap_mib": n_bytes >> 20, "peak_mib": (_allocated(peak=True) - before) >> 20,
+    })  # fmt: skip
+    report.require(n_cells < n_full, f"under a cap the context is {n_cells} of {n_full}")
+    report.require(got == wanted, "under a cap the ids are others")
+
+
+def _allocated(*, peak: bool = False) -> int:
+    """Bytes that torch has of the device."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.max_memory_allocated(0) if peak else torch.cuda.memory_allocated(0)
+
+
+def _rates(report: Report, path: Path) -> None:
+    """Tokens per second of all sequences, by the number of stages and of groups."""
+    rates = {}
+    for name, devices, n_streams, n_groups in (
+        ("1 stage, 1 sequence", ONE, 1, None),
+        (f"1 stage, {N_STREAMS} sequences", ONE, N_STREAMS, None),
+        (f"2 stages, {N_STREAMS} sequences, 1 group", TWO, N_STREAMS, 1),
+        (f"2 stages, {N_STREAMS} sequences, 2 groups", TWO, N_STREAMS, 2),
+        (f"2 stages, {N_STREAMS} sequences, as chosen", TWO, N_STREAMS, None),
+    ):
+        with load(path, devices, parallel=n_streams, exact=False) as llm:
+            if n_groups is not None:
+                _force_groups(llm, n_groups)
+            _decode(llm, n_streams, 4)
+            start = time.perf_counter()
+            n_made = _decode(llm, n_streams, N_TOKENS)
+            rates[name] = n_made / (time.perf_counter() - start)
+        report.tell(tokens_per_s=rates)
+
+
+def _decode(llm: LLM, n_streams: int, n_tokens: int) -> int:
+    prompts = [prompt_of(llm, 4, seed) for seed in range(n_streams)]
+    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    made = llm.generate_batch(prompts, max_tokens=n_tokens, **settings)
+    return sum(len(completion.ids) for completion in made)
+
+
+def _force_groups(llm: LLM, n: int) -> None:
+    engine = llm._engine
+
+    def groups(n_decoding: int) -> int:
+        engine.n_groups = min(n, n_decoding)
+        return engine.n_groups
+
+    engine._groups = groups  # type: ignore[method-assign]
+
+
+def check_no_syncs(part: str, report: Report) -> None:
+    """No operation of a decode step waits for the device behind our back."""
+    require_built()
+    ones = torch.ones(1, device="cuda:0")
+    report.require(len(syncs_of(lambda: ones.item())) == 1, "torch does not notice a sync")
+    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    with model_of(report) as path:
+        for devices in (ONE, TWO):
+            with load(path, devices, parallel=4, exact=False) as llm:
+                running = [
+                    llm.generate(prompt_of(llm, 4, i), max_tokens=64, **settings) for i in range(4)
+                ]
+
+                def steps(n: int, running: Sequence[Iterator[str]] = running) -> None:
+                    for _ in range(n):
+                        for generation in running:
+                            next(generation)
+
+                steps(8)
+                found = syncs_of(lambda: steps(4))
+            report.tell(**{f"{len(devices)} stages": found})
+            total = sum(found.values())
+            report.require(total == 0, f"{total} syncs in 4 steps of {len(devices)} stages")
+
+
+def syncs_of(work: Any) -> dict[str, int]:
+    """How often `work` waits for the device, by the line that did."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    sites = (w for w in caught if "synchronizing" in str(w.message))
+    return dict(Counter(f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in sites))
+
+
+def check_remote(part: str, report: Report) -> None:
+    """A worker on this machine lends the device: the same ids as without it."""
+    require_built()
+    with model_of(report) as path, tempfile.TemporaryDirectory() as cache:
+        with load(path, TWO) as llm:
+            wanted = answer(llm)
+        with worker(cache, ONE[0]) as address:
+            start = time.perf_counter()
+            with load(path, [*ONE, f"tcp://{address}"]) as llm:
+                loaded = time.perf_counter()
+                here, there = kernels_of(llm)
+                if here != there:
+                    raise Missing(f"a worker that lends {ONE[0]}: this one has {there}, not {here}")
+                got = answer(llm)
+                report.tell(load_s=loaded - start, answer_s=time.perf_counter() - loaded)
+        report.require(got == wanted, "ids differ from those without a worker")
+
+
+def kernels_of(llm: LLM) -> list[str]:
+    """What computes on each device, in order."""
+    return [use.kernels for use in llm.devices()]
+
+
+@contextmanager
+def worker(cache: str, device: str) -> Iterator[str]:
+    """The address of one that lends `device`; Missing, with what it said, if it ends."""
+    words = ["gguf-pp", "worker", "-p", "0", "--device", device, "--cache", cache]
+    process = subprocess.Popen(
+        [sys.executable, str(CHECK), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        said = ""
+        for line in process.stdout:
+            if found := re.match(r"listening on (\S+),", line):
+                yield found[1]
+                return
+            said = line.strip() or said
+        raise Missing(f"gguf-pp worker --device {device}: {said}")
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def check_graphs(part: str, report: Report) -> None:
+    """Stages do not capture graphs yet; what that would win, on a chain of small products."""
+    from gguf_pp.triton.linear import MatrixOps
+    from tests.gpu.cases import planes_of, raw_of, rows_of, seconds_of
+    from tests.gpu.speed import DEVICE, T, as_matrix
+
+    report.tell(replays=cuda_trials.graph_replays(torch, 0))
+    ops, w = MatrixOps(DEVICE), as_matrix(planes_of(raw_of(T.Q8_0, 576, 576), DEVICE))
+    x, n = rows_of(1, 576, DEVICE), 50
+
+    def chain() -> None:
+        y = x
+        for _ in range(n):
+            y = ops.linear(y, w)
+
+    chain()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    chain()
+    torch.cuda.synchronize()
+    report.tell(eager_us=1e6 * (time.perf_counter() - start) / n)
+    report.tell(captured_us=1e6 * seconds_of(chain) / n)
+    raise Missing("CUDA graphs of stages: not built")
