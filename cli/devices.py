@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from gguf_pp.config import parse_devices
 from gguf_pp.errors import ConfigError
 from gguf_pp.native import describe, kernels
 
@@ -30,8 +29,6 @@ def devices(
         print(f"no native kernels: {cpu['why_not_native']}")
     print(f"--device cpu is all {cpu['cores']} cores; cpu:0,cpu:1,... share them out evenly")
     print("--device tcp://host:port is what a worker lends: gguf-pp worker --check host:port")
-    if [gpu for gpu in gpus if not gpu["runs_here"]]:
-        print("this version does not run on CUDA: such devices can be planned for only")
 
 
 def cpu_device() -> dict[str, Any]:
@@ -78,16 +75,7 @@ def _cuda_device(cuda: Any, i: int, n_devices: int) -> dict[str, Any]:
         "total_bytes": total,
         "free_bytes": free,
         "peers": [f"cuda:{j}" for j in others if cuda.can_device_access_peer(i, j)],
-        "runs_here": _runs_here(f"cuda:{i}"),
     }
-
-
-def _runs_here(name: str) -> bool:
-    try:
-        parse_devices(name)
-    except ConfigError:
-        return False
-    return True
 
 
 def _describe(gpu: dict[str, Any]) -> str:

@@ -31,13 +31,30 @@ def doctor(
     from gguf_pp.doctor import examine
 
     with _status() as update:
-        report = examine(progress=update)
+        report = examine(progress=update, cuda_kernels=_cuda_kernels)
     if as_json:
         print_json(asdict(report))
     else:
         show(report)
     if report.broken:
         raise typer.Exit(1)
+
+
+def _cuda_kernels(index: int) -> "Kernels":
+    """Try what computes on a CUDA device."""
+    import torch
+
+    from gguf_pp.doctor import Kernels
+    from gguf_pp.ops.check import check_kernels
+    from gguf_pp.triton import why_unusable
+    from gguf_pp.triton.ops import DeviceOps
+
+    device = f"cuda:{index}"
+    why = why_unusable(torch.device(device))
+    checks = check_kernels(lambda exact: DeviceOps(device, exact=exact), device)
+    if why is not None:
+        return Kernels("torch", why, checks)
+    return Kernels("triton", "Triton loads, and its kernels compute", checks)
 
 
 @contextmanager

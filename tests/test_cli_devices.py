@@ -73,7 +73,6 @@ def test_cuda_devices_are_described(capsys):
         "total_bytes": 8 << 30,
         "free_bytes": 1 << 30,
         "peers": ["cuda:2"],
-        "runs_here": True,
     }
     assert (second["peers"], third["peers"]) == ([], ["cuda:0"])
 

@@ -36,6 +36,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--layers", help="decode with this split too, such as 20,10")
+    parser.add_argument("--n-copies", type=int, default=4, help="and with so many copies")
     args = parser.parse_args()
     path = str(fetch.resolve(args.model))
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -72,6 +74,10 @@ def main() -> None:
         compare(prefill, "workers / devices here", workers={"devices": near}, here=local)
         serial = {"devices": near, "n_copies": 1}
         compare(decode, "pipelined / one copy", pipelined={"devices": near}, serial=serial)
+        if args.layers:
+            chosen = {"devices": near, "n_copies": args.n_copies, "layers": args.layers}
+            title = f"--n-copies {args.n_copies} --layers {args.layers} / one copy"
+            compare(decode, title, chosen=chosen, serial=serial)
         compare(prefill, "20 ms away / near", away={"devices": far}, near={"devices": near})
 
 
