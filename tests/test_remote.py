@@ -137,8 +137,18 @@ def test_half_precision_on_the_wire_stays_close(three, chat_model):
     assert np.linalg.norm(exact - rounded) / np.linalg.norm(exact) < 2e-2
 
 
+REAL = [
+    pytest.param(
+        n_workers, n_copies, marks=() if (n_workers, n_copies) == (2, 2) else pytest.mark.slow
+    )
+    for n_workers in (1, 2, 3)
+    for n_copies in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("n_workers", "n_copies"), REAL)
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
-def test_real_models_generate_the_same_with_a_client_and_two_workers(name, three):
+def test_real_models_generate_the_same_with_a_client_and_workers(name, n_workers, n_copies, three):
     try:
         path = fetch.resolve(name)
     except DownloadError as exc:
@@ -146,10 +156,10 @@ def test_real_models_generate_the_same_with_a_client_and_two_workers(name, three
     options = {"ctx_size": 256, "parallel": 16}
     prompts = [f"{text} {i}" for i in range(4) for text in PROMPTS]
 
-    def run(devices):
-        with gguf_pp.load(path, devices, **options) as llm:
+    def run(devices, **more):
+        with gguf_pp.load(path, devices, **options, **more) as llm:
             ids = [c.ids for c in llm.generate_batch(prompts, max_tokens=6, temperature=0)]
             return ids, llm.log_probabilities(llm.tokenize(PROMPTS[0] * 8))[0].tolist()
 
-    devices = ["cpu", three[0].device, three[1].device]
-    assert run(devices) == run(["cpu"])
+    devices = ["cpu", *(worker.device for worker in three[:n_workers])]
+    assert run(devices, n_copies=n_copies) == run(["cpu"])
