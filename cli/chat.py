@@ -1,5 +1,6 @@
 """A conversation: the history, and what is typed next."""
 
+import os
 import select
 import sys
 from dataclasses import dataclass
@@ -152,13 +153,22 @@ def _ask() -> str | None:
     """The next message that is not blank; None at the end, or at /exit."""
     while True:
         if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-            # A Ctrl-C just before a blocking read would be seen only after the next line.
-            while not select.select([sys.stdin], [], [], 0.1)[0]:
-                pass
+            _wait_for_input()
         line = sys.stdin.readline() if sys.stdin else ""
         said = line.strip()
         if not line or said == "/exit":
             return None
         if said:
             return said
+
+
+def _wait_for_input() -> None:
+    """Show that it is the user's turn. Ctrl-C ends the program."""
+    try:
+        print("> ", end="", file=sys.stderr, flush=True)
+        # A Ctrl-C just before a blocking read would be seen only after the next line.
+        while not select.select([sys.stdin], [], [], 0.1)[0]:
+            pass
+    except KeyboardInterrupt:
+        # Everything shown was flushed, and an orderly end would wait for the devices.
+        os._exit(130)
