@@ -1,5 +1,7 @@
 """Stages on other machines against the same model here: real workers, processes of their own."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -113,6 +115,7 @@ def test_a_worker_named_without_a_device_is_all_of_its_devices(pair, chat_model)
 def test_layers_are_counted_per_name_of_a_device(pair, chat_model):
     with pytest.raises(ConfigError, match="3 numbers for 2 names of devices"):
         gguf_pp.load(chat_model, ["cpu", pair[0].device], ctx_size=64, layers="1,2,1")
+    assert not [thread for thread in threading.enumerate() if pair[0].address in thread.name]
 
 
 def test_a_device_that_is_named_twice_has_two_rows(three, chat_model):

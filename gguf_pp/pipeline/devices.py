@@ -47,6 +47,7 @@ def open_all(config: RuntimeConfig) -> Devices:
             if device.endpoint is not None and not _same_worker(before, device):
                 peers.append(Peer(device.endpoint, config))
             found.append([] if device.endpoint is None else _of_worker(device, peers[-1]))
+        expanded_config = expanded(config, [len(remote) or 1 for remote in found])
         opened = open_pipeline(
             config.devices, budget, edge_copy=config.edge_copy, cuda_bytes=dict(config.cuda_bytes)
         )
@@ -55,11 +56,10 @@ def open_all(config: RuntimeConfig) -> Devices:
             peer.close()
         raise
     backends = iter(opened)
-    config = expanded(config, [len(remote) or 1 for remote in found])
     devices: list[Backend | RemoteDevice] = []
     for remote in found:
         devices += remote or [next(backends)]
-    return Devices(config, devices, budget, peers)
+    return Devices(expanded_config, devices, budget, peers)
 
 
 def offloaded(config: RuntimeConfig, n_layers: int) -> RuntimeConfig:
