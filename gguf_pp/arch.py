@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from gguf_pp.batch import UBatch
 from gguf_pp.errors import FormatError, UnsupportedError
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.base import LayerKV, Matrix, Ops, Rope, RopeParams
+from gguf_pp.ops.base import ExpertMatrix, LayerKV, Matrix, Ops, Rope, RopeParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,8 @@ class Loader(Protocol):
         """Tensors (name, n_rows), stacked by rows."""
         ...
 
-    def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> list[Matrix]:
-        """Tensors [n_experts, n_rows, n_cols], one matrix per expert, parts stacked by rows."""
+    def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> ExpertMatrix:
+        """Tensors [n_experts, n_rows, n_cols], the rows of an expert stacked."""
         ...
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -62,6 +62,11 @@ class Model(Protocol):
 
     hp: HParams
 
+    @property
+    def ropes(self) -> Sequence[RopeParams]:
+        """Each kind of rotation that layers ask for, without its factors."""
+        ...
+
     def load_embedding(self, load: Loader) -> Any:
         """Weights of `embed`."""
         ...
@@ -74,7 +79,7 @@ class Model(Protocol):
         """Weights of `logits`."""
         ...
 
-    def embed(self, ops: Ops, w: Any, tokens: Sequence[int]) -> Tensor:
+    def embed(self, ops: Ops, w: Any, ids: Tensor) -> Tensor:
         """Token ids to hidden states [T, E]."""
         ...
 
@@ -89,7 +94,8 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HParams:
-    """Sizes that every decoder model has. Vocabulary size: rows of the token embedding."""
+    """Sizes that every decoder model has; `n_experts` 0 is none. Vocabulary size: rows of the token
+    embedding."""
 
     architecture: str
     n_layers: int
@@ -99,6 +105,7 @@ class HParams:
     n_heads: int
     n_kv_heads: int
     head_size: int
+    n_experts: int
     eps: float
 
     @classmethod
@@ -130,6 +137,7 @@ class HParams:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_size=head_size,
+            n_experts=metadata.int_of(f"{arch}.expert_count", 0),
             eps=metadata.float_of(f"{arch}.attention.layer_norm_rms_epsilon"),
         )
         sizes._check()

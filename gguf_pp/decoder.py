@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gguf_pp.arch import HParams, Loader
 from gguf_pp.batch import UBatch
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.base import LayerKV, Matrix, Ops
+from gguf_pp.ops.base import LayerKV, Matrix, Ops, RopeParams
 from gguf_pp.parts import (
     Experts,
     FeedForward,
@@ -44,8 +43,8 @@ class PreNormLayer:
 
     def __call__(self, ops: Ops, x: Tensor, kv: LayerKV, ubatch: UBatch) -> Tensor:
         """[T, E] to [T, E]."""
-        x = self.attention(ops, ops.rms_norm(x, self.attn_norm, self.eps), kv, ubatch, add=x)
-        return self.ffn(ops, ops.rms_norm(x, self.ffn_norm, self.eps), add=x)
+        x = self.attention(ops, ops.normed(x, self.attn_norm, self.eps), kv, ubatch, add=x)
+        return self.ffn(ops, ops.normed(x, self.ffn_norm, self.eps), add=x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +61,27 @@ class SandwichLayer:
 
     def __call__(self, ops: Ops, x: Tensor, kv: LayerKV, ubatch: UBatch) -> Tensor:
         """[T, E] to [T, E]."""
-        h = self.attention(ops, ops.rms_norm(x, self.attn_norm, self.eps), kv, ubatch)
+        h = self.attention(ops, ops.normed(x, self.attn_norm, self.eps), kv, ubatch)
         x = ops.rms_norm(h, self.post_attention_norm, self.eps, add=x)
-        h = self.ffn(ops, ops.rms_norm(x, self.ffn_norm, self.eps))
+        h = self.ffn(ops, ops.normed(x, self.ffn_norm, self.eps))
         return ops.rms_norm(h, self.post_ffw_norm, self.eps, add=x)
 
 
 class Decoder:
-    """The ends of a model; an architecture adds `load_layer`, and overrides what differs."""
+    """The ends of a model; an architecture adds `rope` and `load_layer`, and overrides what
+    differs."""
+
+    rope: RopeParams
 
     def __init__(self, metadata: Metadata) -> None:
         """Read the sizes; raises FormatError or UnsupportedError."""
         self.metadata = metadata
         self.hp = HParams.read(metadata)
+
+    @property
+    def ropes(self) -> tuple[RopeParams, ...]:
+        """Each kind of rotation that layers ask for, without its factors."""
+        return (self.rope,)
 
     def load_embedding(self, load: Loader) -> Matrix:
         """Weights of `embed`."""
@@ -84,9 +91,9 @@ class Decoder:
         """Weights of `logits`."""
         return load_head(load, self.hp)
 
-    def embed(self, ops: Ops, w: Matrix, tokens: Sequence[int]) -> Tensor:
-        """Token ids to hidden states [T, E]."""
-        return ops.embed(w, tokens)
+    def embed(self, ops: Ops, w: Matrix, ids: Tensor) -> Tensor:
+        """Token ids int64 [T] to hidden states [T, E]."""
+        return ops.embed(w, ids)
 
     def layer(self, ops: Ops, w: Layer, x: Tensor, kv: LayerKV, ubatch: UBatch) -> Tensor:
         """One layer: [T, E] to [T, E]."""
@@ -100,9 +107,9 @@ class Decoder:
 class ScaledEmbedding(Decoder):
     """A decoder whose embedding is multiplied by the root of the width (the Gemma family)."""
 
-    def embed(self, ops: Ops, w: Matrix, tokens: Sequence[int]) -> Tensor:
-        """Token ids to hidden states [T, E]."""
-        return ops.embed(w, tokens).mul_(self.hp.n_embd**0.5)
+    def embed(self, ops: Ops, w: Matrix, ids: Tensor) -> Tensor:
+        """Token ids int64 [T] to hidden states [T, E]."""
+        return ops.embed(w, ids).mul_(self.hp.n_embd**0.5)
 
 
 def pre_norm_layer(

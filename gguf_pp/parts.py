@@ -13,7 +13,16 @@ from gguf_pp.arch import HParams, Loader
 from gguf_pp.batch import UBatch
 from gguf_pp.errors import FormatError
 from gguf_pp.gguf import Metadata
-from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Ops, RopeParams
+from gguf_pp.ops.base import (
+    Activation,
+    Attention,
+    LayerKV,
+    Matrix,
+    Mixture,
+    Operand,
+    Ops,
+    RopeParams,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +35,7 @@ class Linear:
     weight: Matrix
     bias: Tensor | None = None
 
-    def __call__(self, ops: Ops, x: Tensor, add: Tensor | None = None) -> Tensor:
+    def __call__(self, ops: Ops, x: Operand, add: Tensor | None = None) -> Tensor:
         """[T, n_cols] to [T, n_rows], plus `add`."""
         return ops.linear(x, self.weight, bias=self.bias, add=add)
 
@@ -40,7 +49,7 @@ class SelfAttention:
     spec: Attention
 
     def __call__(
-        self, ops: Ops, x: Tensor, kv: LayerKV, ubatch: UBatch, add: Tensor | None = None
+        self, ops: Ops, x: Operand, kv: LayerKV, ubatch: UBatch, add: Tensor | None = None
     ) -> Tensor:
         """[T, E] to [T, E], plus `add`."""
         heads = ops.attention(self.qkv(ops, x), kv, ubatch, self.spec)
@@ -55,32 +64,21 @@ class FeedForward:
     down: Linear
     activation: Activation
 
-    def __call__(self, ops: Ops, x: Tensor, add: Tensor | None = None) -> Tensor:
+    def __call__(self, ops: Ops, x: Operand, add: Tensor | None = None) -> Tensor:
         """[T, E] to [T, E], plus `add`."""
         return self.down(ops, ops.gated(self.gate_up(ops, x), self.activation), add)
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward network per expert; a router [n_experts, E] picks `n_used` for each row."""
+    """A feed-forward network per expert; a router [n_experts, E] picks some for each row."""
 
     router: Linear
-    experts: tuple[FeedForward, ...]
-    n_used: int
+    mixture: Mixture
 
-    def __call__(self, ops: Ops, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """[T, E] to [T, E], plus `add`: the best experts weighted by their softmax.
-
-        Experts are added in ascending order for every row, so that a row's sum does not depend
-        on which experts other rows chose.
-        """
-        best, chosen = self.router(ops, x).topk(self.n_used, dim=-1)
-        weights = best.softmax(dim=-1)
-        y = x.new_zeros(x.shape) if add is None else add.clone()
-        for i_expert in sorted(set(chosen.flatten().tolist())):
-            rows, ranks = (chosen == i_expert).nonzero(as_tuple=True)
-            y[rows] += self.experts[i_expert](ops, x[rows]) * weights[rows, ranks, None]
-        return y
+    def __call__(self, ops: Ops, x: Operand, add: Tensor | None = None) -> Tensor:
+        """[T, E] to [T, E], plus `add`."""
+        return ops.mixture(x, self.router(ops, x), self.mixture, add=add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Head:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """[n, E] to logits [n, V]."""
-        return ops.linear(ops.rms_norm(x, self.norm, self.eps), self.output)
+        return ops.linear(ops.normed(x, self.norm, self.eps), self.output)
 
 
 def load_embedding(load: Loader, hp: HParams) -> Matrix:
@@ -183,10 +181,7 @@ def load_experts(
     down = load.experts((f"{blk}ffn_down_exps.weight", hp.n_embd), n_cols=n_ff, n_experts=n_experts)
     return Experts(
         router=load_linear(load, blk, {"ffn_gate_inp": n_experts}, hp.n_embd),
-        experts=tuple(
-            FeedForward(Linear(gate_up[i]), Linear(down[i]), activation) for i in range(n_experts)
-        ),
-        n_used=n_used,
+        mixture=Mixture(gate_up, down, n_used, activation),
     )
 
 

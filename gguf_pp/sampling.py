@@ -5,13 +5,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gguf_pp.batch import Choice
 from gguf_pp.errors import ConfigError, RequestError
 
 Floats = NDArray[np.float32]
+
+NO_TOKEN = -1
+"""Chosen from logits whose largest is not a finite number: any token would be nonsense."""
 
 _BLOCK = 64
 
@@ -51,8 +56,44 @@ class SamplingParams:
                 value = getattr(self, _FIELDS.get(flag, flag[2:].replace("-", "_")))
                 raise ConfigError(f"{flag} cannot be {value}")
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether chance has no say."""
+        return self.temperature <= 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the tokens so far have a say."""
+        has_penalty = self.repeat_penalty != 1 or self.frequency_penalty or self.presence_penalty
+        return bool(has_penalty) and self.repeat_last_n != 0
+
 
 _FIELDS = {"--temp": "temperature"}
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of SamplingParams."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int | None
+    ignore_eos: bool
+
+
+def check_token(token: int) -> int:
+    """`token` as it was chosen; raises RequestError for NO_TOKEN."""
+    if token == NO_TOKEN:
+        raise RequestError(
+            "the model computed logits that are not numbers",
+            hint="compare the file's checksum with its publisher's, or try --kernels torch",
+        )
+    return token
 
 
 class Sampler:
@@ -75,27 +116,35 @@ class Sampler:
     def __call__(self, logits: Floats) -> int:
         """Choose the next token from `logits` [V], which are left as they are.
 
-        Raises RequestError unless the largest is a finite number: any choice would be nonsense.
+        Raises RequestError unless the largest is a finite number.
         """
-        logits = self._penalized(logits)
-        if not np.isfinite(logits.max()):
-            raise RequestError(
-                "the model computed logits that are not numbers",
-                hint="compare the file's checksum with its publisher's, or try --kernels torch",
-            )
-        greedy = self.params.temperature <= 0
-        token = int(np.argmax(logits)) if greedy else self._draw(logits)
+        token = check_token(self._choose(self._penalized(logits)))
         self._recent.append(token)
         return token
 
+    def choice(self) -> Choice | None:
+        """How to choose the next token where its logits are: the one that a call would choose.
+
+        Uses up the random number that the call would. None where the tokens so far have a say.
+        """
+        p = self.params
+        if p.penalizes:
+            return None
+        number = 0.0 if p.is_greedy else self._random.random()
+        return Choice(p.temperature, p.top_k, p.top_p, p.min_p, number, p.ignore_eos)
+
+    def _choose(self, logits: Floats) -> int:
+        if not np.isfinite(logits.max()):
+            return NO_TOKEN
+        return int(np.argmax(logits)) if self.params.is_greedy else self._draw(logits)
+
     def _penalized(self, logits: Floats) -> Floats:
         p = self.params
-        off = p.repeat_penalty == 1 and p.frequency_penalty == 0 and p.presence_penalty == 0
-        if off and not len(self._banned):
+        if not p.penalizes and not len(self._banned):
             return logits
         logits = logits.copy()
         logits[self._banned] = -np.inf
-        if not off and self._recent:
+        if p.penalizes and self._recent:
             counts = Counter(self._recent)
             ids = np.fromiter(counts.keys(), dtype=np.int64)
             times = np.fromiter(counts.values(), dtype=np.float32)
@@ -111,11 +160,13 @@ class Sampler:
         keep = len(ids)
         if self.params.top_p < 1:
             # The smallest set whose probability reaches top_p, never empty.
-            cumulative = np.cumsum(weights) / weights.sum()
+            cumulative = np.cumsum(weights)
+            cumulative /= cumulative[-1]
             keep = min(keep, 1 + int(np.searchsorted(cumulative, self.params.top_p)))
         if self.params.min_p > 0:
             keep = min(keep, max(1, int((weights >= self.params.min_p).sum())))
-        weights = np.exp((values[:keep] - values[0]) / self.params.temperature)
+        with np.errstate(over="ignore"):  # minus infinity is what they should weigh then
+            weights = np.exp((values[:keep] - values[0]) / self.params.temperature)
         cumulative = np.cumsum(weights)
         place = np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
         return int(ids[min(int(place), keep - 1)])

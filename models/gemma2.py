@@ -48,6 +48,7 @@ class Model(ScaledEmbedding):
         logits = w(ops, x)
         cap = self.final_softcap
         if cap:
-            for row in logits:  # row by row, so that a row's bits do not depend on the others
-                row.div_(cap).tanh_().mul_(cap)
+            # On a CPU row by row: there a number's bits depend on where in a tensor it stands.
+            for part in logits if logits.device.type == "cpu" else (logits,):
+                part.div_(cap).tanh_().mul_(cap)
         return logits

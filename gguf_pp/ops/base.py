@@ -32,6 +32,25 @@ class Matrix(Protocol):
     n_bytes: int
 
 
+class ExpertMatrix(Protocol):
+    """A weight matrix per expert at rest on a device: [n_experts, n_rows, n_cols]."""
+
+    n_experts: int
+    n_rows: int
+    n_cols: int
+    n_bytes: int
+
+
+class Operand(Protocol):
+    """What `linear` multiplies: float32 [T, K], a Tensor or something that stands for one.
+
+    Only the Ops that made it looks inside. May be multiplied several times while what it was made
+    of stays as it is. Its length is T.
+    """
+
+    def __len__(self) -> int: ...
+
+
 class LayerKV(Protocol):
     """Keys and values of one layer, for all slots; only the Ops that made it looks inside."""
 
@@ -89,6 +108,19 @@ class Attention:
     eps: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A feed-forward network per expert, of which `n_used` serve a row.
+
+    `gate_up` [n_experts, 2F, E] has the gate first; `down` is [n_experts, E, F].
+    """
+
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
+    n_used: int
+    activation: Activation
+
+
 class Ops(Protocol):
     """What a stage's device can do. All activations are float32, contiguous [T, ...]."""
 
@@ -102,6 +134,10 @@ class Ops(Protocol):
         """Take quantized tensors [n_i, K] to the device, stacked by rows in the given order."""
         ...
 
+    def experts(self, parts: Sequence[RawTensor]) -> ExpertMatrix:
+        """Take quantized tensors [n_experts, n_i, K] to the device, an expert's rows stacked."""
+        ...
+
     def vector(self, raw: RawTensor) -> Tensor:
         """Take a small tensor to the device as float32, its shape kept."""
         ...
@@ -112,12 +148,16 @@ class Ops(Protocol):
         """Reserve keys and values of one layer; types are "f32" or "f16"."""
         ...
 
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        """Take token ids to the device: int64 [T], to be changed by whoever asks."""
+        ...
+
+    def embed(self, table: Matrix, ids: Tensor) -> Tensor:
         """Look up rows of `table`: float32 [T, E]. Token ids are already checked."""
         ...
 
     def linear(
-        self, x: Tensor, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
+        self, x: Operand, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
     ) -> Tensor:
         """x [T, n_cols] times Wᵀ, plus `bias` [n_rows], plus `add` [T, n_rows]: [T, n_rows]."""
         ...
@@ -128,11 +168,26 @@ class Ops(Protocol):
         """x / sqrt(mean(x²) + eps) * weight over the last dimension, plus `add`: [T, E]."""
         ...
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up of a stacked [T, 2F] (gate first): [T, F].
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Operand:
+        """`rms_norm` of x [T, E], for nothing but products."""
+        ...
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Operand:
+        """activation(gate) * up of a stacked [T, 2F] (gate first): [T, F], for products.
 
         "gelu_tanh" rounds its argument and result to float16 and is 0 below -10 and x above 10:
         what ggml's CPU table computes, so that results equal llama.cpp's to more than 3 digits.
+        """
+        ...
+
+    def mixture(
+        self, x: Operand, logits: Tensor, spec: Mixture, *, add: Tensor | None = None
+    ) -> Tensor:
+        """What the experts make of x [T, E] for which `logits` [T, n_experts] are greatest.
+
+        They are weighted by the softmax of these, and `add` is added: [T, E]. Of equal logits
+        those of lower experts count as greater. Experts are added in ascending order in every row,
+        so that a row's sum does not depend on which experts other rows chose.
         """
         ...
 

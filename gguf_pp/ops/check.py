@@ -42,7 +42,11 @@ class Products(Protocol):
         """As in Ops."""
         ...
 
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        """As in Ops."""
+        ...
+
+    def embed(self, table: Matrix, ids: Tensor) -> Tensor:
         """As in Ops."""
         ...
 
@@ -94,7 +98,7 @@ def _check(
 def _largest_error(ops: Products, raw: RawTensor, weights: Tensor, device: str) -> float:
     """Of rows as a share of their largest weight, of products as one of Σ|x||w|."""
     matrix = ops.matrix([raw])
-    rows = ops.embed(matrix, range(raw.n_rows)).cpu()
+    rows = ops.embed(matrix, ops.ids(range(raw.n_rows))).cpu()
     errors = [(rows - weights).abs().double() / weights.abs().amax(dim=1, keepdim=True)]
     x = torch.randn(12, raw.n_cols, generator=torch.Generator().manual_seed(1))
     for some in (x[:1], x):

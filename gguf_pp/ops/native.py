@@ -13,7 +13,8 @@ from torch import Tensor
 from gguf_pp.batch import UBatch
 from gguf_pp.errors import UnsupportedError
 from gguf_pp.native import kernels, start_team
-from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix
+from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Mixture, Operand
+from gguf_pp.ops.mixture import ExpertList, mixture_in_turn
 from gguf_pp.quants.planes import PlaneMatrix
 from gguf_pp.quants.raw import RawTensor
 from gguf_pp.quants.reference import dequantize
@@ -74,6 +75,10 @@ class NativeOps:
         """Copy quantized tensors into the kernels' layout, stacked by rows."""
         return PlaneMatrix.build(parts, self._team)
 
+    def experts(self, parts: Sequence[RawTensor]) -> ExpertList:
+        """A matrix of its own per expert."""
+        return ExpertList(parts, self.matrix)
+
     def vector(self, raw: RawTensor) -> Tensor:
         """A small tensor as float32, its shape kept."""
         out = torch.empty(raw.n_rows, raw.n_cols)
@@ -90,16 +95,20 @@ class NativeOps:
             )
         return NativeLayerKV(n_slots, n_cells, n_kv_heads, head_size, k_type, v_type)
 
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        """Token ids int64 [T]."""
+        return torch.tensor(tokens, dtype=torch.int64)
+
+    def embed(self, table: Matrix, ids: Tensor) -> Tensor:
         """Look up rows: [T, E]."""
         assert isinstance(table, PlaneMatrix)
-        return table.rows(tokens, torch.empty(len(tokens), table.n_cols))
+        return table.rows(ids.tolist(), torch.empty(len(ids), table.n_cols))
 
     def linear(
-        self, x: Tensor, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
+        self, x: Operand, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
     ) -> Tensor:
         """x Wᵀ + bias + add: [T, n_rows]."""
-        assert isinstance(w, PlaneMatrix)
+        assert isinstance(x, Tensor) and isinstance(w, PlaneMatrix)
         out = torch.empty(x.shape[0], w.n_rows)
         return w.linear(x, out, team=self._team, exact=self._exact, bias=bias, add=add)
 
@@ -121,6 +130,10 @@ class NativeOps:
         )
         return out
 
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As `rms_norm`."""
+        return self.rms_norm(x, weight, eps)
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up: [T, F]."""
         n_rows, n_both = gate_up.shape
@@ -130,6 +143,12 @@ class NativeOps:
         code = _ACTIVATIONS[activation]
         self._kernels.gated(self._team, x, out.data_ptr(), n_rows, n_cols, code)
         return out
+
+    def mixture(
+        self, x: Operand, logits: Tensor, spec: Mixture, *, add: Tensor | None = None
+    ) -> Tensor:
+        """What the best experts make of x, weighted, plus `add`: [T, E]."""
+        return mixture_in_turn(self, x, logits, spec, add)
 
     def attention(self, qkv: Tensor, kv: LayerKV, ubatch: UBatch, spec: Attention) -> Tensor:
         """Norm, rotate, store, attend: [T, H D]. Spans are checked against `kv` and the tables."""

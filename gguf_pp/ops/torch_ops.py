@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gguf_pp.batch import Span, UBatch
-from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Rope
+from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Mixture, Operand, Rope
+from gguf_pp.ops.mixture import ExpertList, mixture_in_turn
 from gguf_pp.quants.blocks import BlockMatrix
 from gguf_pp.quants.raw import RawTensor
 from gguf_pp.quants.reference import dequantize
@@ -50,6 +51,10 @@ class TorchOps:
         """Keep quantized tensors as they lie in the file."""
         return BlockMatrix(parts)
 
+    def experts(self, parts: Sequence[RawTensor]) -> ExpertList:
+        """A matrix of its own per expert."""
+        return ExpertList(parts, self.matrix)
+
     def vector(self, raw: RawTensor) -> Tensor:
         """A small tensor as float32, its shape kept."""
         data = torch.from_numpy(raw.data.copy())
@@ -62,17 +67,20 @@ class TorchOps:
         """Reserve keys and values of one layer."""
         return TorchLayerKV(n_slots, n_cells, n_kv_heads, head_size, k_type, v_type)
 
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        """Token ids int64 [T]."""
+        return torch.tensor(tokens, dtype=torch.int64)
+
+    def embed(self, table: Matrix, ids: Tensor) -> Tensor:
         """Look up rows: [T, E]."""
         assert isinstance(table, BlockMatrix)
-        out = torch.empty(len(tokens), table.n_cols)
-        return table.rows(torch.tensor(tokens, dtype=torch.int64), out)
+        return table.rows(ids, torch.empty(len(ids), table.n_cols))
 
     def linear(
-        self, x: Tensor, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
+        self, x: Operand, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
     ) -> Tensor:
         """x Wᵀ + bias + add: [T, n_rows]."""
-        assert isinstance(w, BlockMatrix)
+        assert isinstance(x, Tensor) and isinstance(w, BlockMatrix)
         y = w.linear(x, torch.empty(x.shape[0], w.n_rows), self._scratch)
         if bias is not None:
             y += bias
@@ -86,9 +94,19 @@ class TorchOps:
         """x / sqrt(mean(x²) + eps) * weight + add."""
         return rms_norm(x, weight, eps, add)
 
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """As `rms_norm`."""
+        return rms_norm(x, weight, eps)
+
     def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up: [T, F]."""
         return gated(gate_up, activation)
+
+    def mixture(
+        self, x: Operand, logits: Tensor, spec: Mixture, *, add: Tensor | None = None
+    ) -> Tensor:
+        """What the best experts make of x, weighted, plus `add`: [T, E]."""
+        return mixture_in_turn(self, x, logits, spec, add)
 
     def attention(self, qkv: Tensor, kv: LayerKV, ubatch: UBatch, spec: Attention) -> Tensor:
         """Norm, rotate, store, attend: [T, H D]."""

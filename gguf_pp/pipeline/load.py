@@ -1,15 +1,56 @@
 """Tensors from the file to where they are wanted."""
 
+import threading
 from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from gguf_pp.gguf.source import TensorSource
-from gguf_pp.ops.base import Matrix, Ops, Rope, RopeParams
+from gguf_pp.ops.base import ExpertMatrix, Matrix, Ops, Rope, RopeParams
 from gguf_pp.ops.rope import make_rope
 from gguf_pp.pipeline.sizing import Tensors
 from gguf_pp.quants.raw import RawTensor
+
+
+class Stopped(Exception):
+    """Reading was given up because something else failed."""
+
+
+class Reading:
+    """Adds up what several threads read, for `progress` (so far, in all). Left by an exception, it
+    ends those that `step` at their next tensor."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
+        self._total, self._progress = total, progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def count(self, n_bytes: int) -> None:
+        """So much more is read."""
+        with self._lock:
+            self._done += n_bytes
+            self._progress(min(self._done, self._total), self._total)
+
+    def step(self, n_bytes: int) -> None:
+        """The same of what is about to be read. Raises Stopped."""
+        if self._stopped:
+            raise Stopped
+        self.count(n_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopped = exc is not None
 
 
 class DeviceLoader(Tensors):
@@ -41,12 +82,12 @@ class DeviceLoader(Tensors):
             self._forget(parts)
         return self._matrices[parts]
 
-    def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> list[Matrix]:
-        """One matrix per expert, parts stacked by rows."""
+    def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> ExpertMatrix:
+        """The matrices of all experts, the rows of each stacked."""
         raws = [self._raw(name, n_experts, n_rows, n_cols) for name, n_rows in parts]
-        matrices = [self._ops.matrix([_expert(raw, i) for raw in raws]) for i in range(n_experts)]
+        experts = self._ops.experts(raws)
         self._forget(parts)
-        return matrices
+        return experts
 
     def _forget(self, parts: Iterable[tuple[str, int]]) -> None:
         """What was copied need not stay in memory twice."""
@@ -69,14 +110,3 @@ class DeviceLoader(Tensors):
             factors = None if name is None else self.vector(name, params.n_rot // 2).cpu()
             self._ropes[params] = make_rope(params, self.n_ctx, factors)
         return self._ropes[params]
-
-
-def _expert(raw: RawTensor, i_expert: int) -> RawTensor:
-    """The matrix of one expert, a view."""
-    n_rows = raw.shape[1]
-    return RawTensor(
-        name=f"{raw.name}[{i_expert}]",
-        type=raw.type,
-        shape=raw.shape[1:],
-        data=raw.data[i_expert * n_rows : (i_expert + 1) * n_rows],
-    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from gguf_pp.errors import FormatError
 from gguf_pp.gguf.source import TensorSource
-from gguf_pp.ops.base import Matrix, Rope, RopeParams
+from gguf_pp.ops.base import ExpertMatrix, Matrix, Rope, RopeParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +57,12 @@ class SizeLoader(Tensors):
             self._count(name, n_rows, n_cols)
         return _Sized(sum(n for _, n in parts), n_cols, self.n_bytes - before)
 
-    def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> list[Matrix]:
+    def experts(self, *parts: tuple[str, int], n_cols: int, n_experts: int) -> ExpertMatrix:
         """Count experts."""
+        before = self.n_bytes
         for name, n_rows in parts:
             self._count(name, n_experts, n_rows, n_cols)
-        return [_Sized(sum(n for _, n in parts), n_cols, 0)] * n_experts
+        return _Sized(sum(n for _, n in parts), n_cols, self.n_bytes - before, n_experts)
 
     def vector(self, name: str, size: int) -> Tensor:
         """Count a vector."""
@@ -82,7 +83,8 @@ class SizeLoader(Tensors):
 
 
 class _Sized:
-    """A matrix that is only its size."""
+    """A matrix, or one per expert, that is only its size."""
 
-    def __init__(self, n_rows: int, n_cols: int, n_bytes: int) -> None:
+    def __init__(self, n_rows: int, n_cols: int, n_bytes: int, n_experts: int = 1) -> None:
         self.n_rows, self.n_cols, self.n_bytes = n_rows, n_cols, n_bytes
+        self.n_experts = n_experts

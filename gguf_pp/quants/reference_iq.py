@@ -108,13 +108,13 @@ def _top_nibble(words: Tensor) -> Tensor:
 
 def _coded_signs(words: Tensor) -> Tensor:
     """Four 7-bit sign codes of each word of int32 [n, m]: float32 [n * m * 4, 8]."""
-    shifts = torch.tensor([0, 7, 14, 21], dtype=torch.int32, device=words.device)
+    shifts = torch.arange(0, 28, 7, dtype=torch.int32, device=words.device)
     return lookup(sign_codes(words.device), (words.unsqueeze(-1) >> shifts) & 127)
 
 
 def _thirds(words: Tensor) -> Tensor:
     """Each word of int32 [n, m] shifted by 0, 3, 6 and 9 bits: [n, 4 m]."""
-    shifts = torch.tensor([0, 3, 6, 9], dtype=torch.int32, device=words.device)
+    shifts = torch.arange(0, 12, 3, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts).flatten(1)
 
 

@@ -4,6 +4,8 @@ Layouts are those of ggml; conventions as in `reference_legacy`. Codes are cut o
 words, several to an operation, wherever the block size is a multiple of the word.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -86,13 +88,19 @@ def q6_k(blocks: Tensor, out: Tensor) -> None:
     out.view(-1, 16, 16).mul_(scales.unsqueeze(-1))
 
 
+@cache
+def _powers_of_3(device: torch.device) -> Tensor:
+    """Uint8 [5, 1], brought to the device once: it would be waited for every time."""
+    return torch.tensor([[1], [3], [9], [27], [81]], dtype=torch.uint8, device=device)
+
+
 def tq1_0(blocks: Tensor, out: Tensor) -> None:
     """Trits, five to a byte as a fraction of 256, in runs of 32 and 16; four to a byte; scale.
 
     A trit is the integer part of three times the fraction; multiplying by powers of three,
     modulo 256, brings each to the front.
     """
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=out.device).unsqueeze(-1)
+    powers = _powers_of_3(out.device)
     runs = (blocks[:, :32], powers), (blocks[:, 32:48], powers), (blocks[:, 48:52], powers[:4])
     shifted = torch.cat([(run.unsqueeze(1) * by).flatten(1) for run, by in runs], dim=1)
     out.copy_((shifted.short().mul_(3) >> 8).sub_(1))

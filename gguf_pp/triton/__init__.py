@@ -2,10 +2,11 @@
 
 Per topic three modules: `x_kernels` has the kernels and loads Triton, `x` launches them, `x_torch`
 has the same functions in plain torch. What loads without Triton: this module, `planes`, `matrix`,
-`linear` and all that end in `_torch`.
+`linear`, `choose`, `standing` and all that end in `_torch`.
 """
 
 import os
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -26,8 +27,10 @@ def why_unusable(device: torch.device) -> str | None:
     if device.type == "cpu" and not is_interpreted():
         return "Triton has no compiler for CPUs"
     out = torch.zeros(1, dtype=torch.int32, device=device)
+    guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
-        probe_kernels.count[(1,)](out)
+        with guard:
+            probe_kernels.count[(1,)](out)
     except probe_kernels.FAILURES as exc:
         return f"Triton cannot run a kernel on {device}: {exc}"
     return None if out.item() == 1 else f"Triton's kernels do not compute on {device}"

@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from gguf_pp.quants.raw import RawTensor
 from gguf_pp.triton import multiply_torch, quantize_torch, why_unusable
 from gguf_pp.triton.matrix import DeviceMatrix
 from gguf_pp.triton.planes import LAYOUTS, Planes
-from gguf_pp.triton.quantize_torch import HalfRows, Int8Rows
+from gguf_pp.triton.quantize_torch import Before, HalfRows, Int8Rows
 
 SCRATCH_BYTES = 32 << 20
 """Room for dequantized rows of W: small enough to stay in the cache of a large device."""
@@ -49,39 +48,42 @@ class Limits(NamedTuple):
 
 
 class Rows:
-    """x [T, K], or its RMS norm, in the forms that kernels read, each made when first asked for.
+    """x, or what `quantize_torch` makes of it `before` all else, in the forms that kernels read.
 
-    Matrices that multiply the same x share them. x is float32 and contiguous, and must stay
-    as it is as long as this lives.
+    Each is made in one launch when first asked for; matrices that multiply the same x share them.
+    x is float32 and contiguous, and must stay as it is as long as this lives.
     """
 
-    def __init__(
-        self, x: Tensor, quantize: ModuleType, norm: tuple[Tensor, float] | None = None
-    ) -> None:
+    def __init__(self, x: Tensor, quantize: ModuleType, before: Before = None) -> None:
         assert x.dtype == torch.float32 and x.is_contiguous(), (x.dtype, x.stride())
-        self._x, self._quantize, self._norm = x, quantize, norm
+        self._x, self._quantize, self._before = x, quantize, before
         self.n_rows = len(x)
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def part(self, first: int, stop: int) -> "Rows":
+        """Rows [first, stop)."""
+        return Rows(self._x[first:stop], self._quantize, self._before)
 
     @cached_property
     def values(self) -> Tensor:
         """Float32 [T, K]."""
-        if self._norm is None:
+        if self._before is None:
             return self._x
-        weight, eps = self._norm
-        return F.rms_norm(self._x, weight.shape, weight, eps)
+        values: Tensor = self._quantize.float_rows(self._x, self._before)
+        return values
 
     @cached_property
     def transposed(self) -> Tensor:
         """Float32, the columns of each 16 transposed."""
-        return quantize_torch.transposed(self.values)
+        values: Tensor = self._quantize.float_rows(self._x, self._before, is_transposed=True)
+        return values
 
     @cached_property
     def int8(self) -> Int8Rows:
         """Codes with scales per 32."""
-        if self._norm is None:
-            rows: Int8Rows = self._quantize.quantize_int8(self._x)
-        else:
-            rows = self._quantize.norm_quantize_int8(self._x, *self._norm)
+        rows: Int8Rows = self._quantize.quantize_int8(self._x, self._before)
         return rows
 
     @cached_property
@@ -95,9 +97,8 @@ class Rows:
         return self._half(is_transposed=True)
 
     def _half(self, *, is_transposed: bool) -> HalfRows:
-        weight, eps = self._norm or (None, 0.0)
         rows: HalfRows = self._quantize.quantize_half(
-            self._x, weight=weight, eps=eps, is_transposed=is_transposed
+            self._x, self._before, is_transposed=is_transposed
         )
         return rows
 
@@ -133,9 +134,14 @@ class MatrixOps:
         """Take quantized tensors [n_i, K] to the device, stacked by rows in the given order."""
         return DeviceMatrix(raws, self.device)
 
-    def prepared(self, x: Tensor, norm: tuple[Tensor, float] | None = None) -> Rows:
-        """x float32 [T, K], or with `norm` (weight [K], eps) its RMS norm, for several products."""
-        return Rows(x, self._quantize, norm)
+    def prepared(self, x: Tensor, before: Before = None) -> Rows:
+        """x float32 [T, K], or what is made of it `before` (see `quantize_torch`), for products."""
+        return Rows(x, self._quantize, before)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        """The RMS norm of x [T, K], plus `add`, as float32 for other things than products."""
+        y: Tensor = self._quantize.float_rows(x, (weight, eps), add=add)
+        return y
 
     def linear(
         self,

@@ -1,7 +1,8 @@
 """y = x Wᵀ of quantized weights in Triton; `multiply_torch` has the same functions in torch.
 
 How many rows of W a program takes follows from the size of W and the number of rows of x. The
-order in which columns are summed does not: see `multiply_kernels`.
+order in which columns are summed does not: see `multiply_kernels`. So a pair of a row and an expert
+has the same product, bit for bit, as the row and the expert's matrix alone.
 """
 
 from functools import cache
@@ -15,7 +16,7 @@ from torch import Tensor
 from gguf_pp.triton import is_interpreted
 from gguf_pp.triton import multiply_kernels as kernels
 from gguf_pp.triton.decode_kernels import DECODERS
-from gguf_pp.triton.multiply_torch import finished
+from gguf_pp.triton.multiply_torch import Pairs, Tiles, finished
 from gguf_pp.triton.planes import Planes
 from gguf_pp.triton.quantize_torch import HalfRows, Int8Rows
 
@@ -28,6 +29,9 @@ MIN_GEMM_LOOPS = 8
 MANY_ROWS = 2048
 """Rows of W from which on several per program still fill a large device."""
 
+_NO_PAIRS = {"experts": None, "n_share": 1}
+_NO_TILES = {"tiles": None, "order": None, "n_share": 1}
+
 
 class Launch(NamedTuple):
     """Constants of a kernel, and what the compiler is told besides them."""
@@ -36,28 +40,31 @@ class Launch(NamedTuple):
     options: dict[str, int | bool]
 
 
-def gemv_launch(type: GGMLQuantizationType, t_rows: int, n_rows: int) -> Launch:
+def gemv_launch(
+    type: GGMLQuantizationType, t_rows: int, n_rows: int, *, of_pairs: bool = False
+) -> Launch:
     """How `gemv_int8` and `gemv_exact` are compiled.
 
     One warp whose lanes stand side by side in a row of W: no sum crosses a warp.
     """
-    sizes = _gemv_sizes(t_rows, n_rows)
+    sizes = _gemv_sizes(t_rows, n_rows, of_pairs)
     return Launch(_decoder(type) | sizes, _options(n_warps=1, n_stages=1))
 
 
-def plain_launch(t_rows: int, n_rows: int) -> Launch:
+def plain_launch(t_rows: int, n_rows: int, *, of_pairs: bool = False) -> Launch:
     """How `gemv_plain` is compiled."""
-    return Launch(_gemv_sizes(t_rows, n_rows), _options(n_warps=1, n_stages=1))
+    return Launch(_gemv_sizes(t_rows, n_rows, of_pairs), _options(n_warps=1, n_stages=1))
 
 
-def gemm_launch(type: GGMLQuantizationType, t_rows: int) -> Launch:
+def gemm_launch(type: GGMLQuantizationType, t_rows: int, *, of_tiles: bool = False) -> Launch:
     """How `gemm` is compiled: steps are of 256 columns, for which x takes 32 KiB of memory.
 
     Left to itself, ptxas would spill registers to fit three programs where two do well.
     """
     block_m = min(MAX_GEMM_ROWS, max(16, triton.next_power_of_2(t_rows)))
     sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_C": 16 // DECODERS[type].PARTS}
-    return Launch(_decoder(type) | sizes, _options(n_warps=4, n_stages=2) | {"maxnreg": 224})
+    constants = _decoder(type) | sizes | ({} if of_tiles else _NO_TILES)
+    return Launch(constants, _options(n_warps=4, n_stages=2) | {"maxnreg": 224})
 
 
 def dequantize_launch(type: GGMLQuantizationType) -> Launch:
@@ -66,39 +73,58 @@ def dequantize_launch(type: GGMLQuantizationType) -> Launch:
 
 
 def gemv_int8(
-    x: Int8Rows, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+    x: Int8Rows,
+    w: Planes,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Times x as `quantize_int8` rounds it."""
-    t_rows = len(x.codes)
-    launch = gemv_launch(w.type, t_rows, w.n_rows)
-    grid = _grid(launch, t_rows, w)
-    kernels.gemv_int8[grid](
+    launch = gemv_launch(w.type, *out.shape, of_pairs=pairs is not None)
+    kernels.gemv_int8[_gemv_grid(launch, out, pairs)](
         *_planes(w), x.codes.view(torch.int32), x.scales, x.sums, out, bias, add,
-        t_rows, w.n_rows, *_extent(w), out.stride(0), **launch.constants, **launch.options,
+        *out.shape, *_extent(w), out.stride(0), **_named(pairs),
+        **launch.constants, **launch.options,
     )  # fmt: skip
     return out
 
 
 def gemv_exact(
-    x: Tensor, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+    x: Tensor,
+    w: Planes,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Times float32 x that is `transposed`."""
-    launch = gemv_launch(w.type, len(x), w.n_rows)
-    kernels.gemv_exact[_grid(launch, len(x), w)](
+    launch = gemv_launch(w.type, *out.shape, of_pairs=pairs is not None)
+    kernels.gemv_exact[_gemv_grid(launch, out, pairs)](
         *_planes(w), x, out, bias, add,
-        len(x), w.n_rows, *_extent(w), out.stride(0), **launch.constants, **launch.options,
+        *out.shape, *_extent(w), out.stride(0), **_named(pairs),
+        **launch.constants, **launch.options,
     )  # fmt: skip
     return out
 
 
 def gemv_plain(
-    x: Tensor, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+    x: Tensor,
+    w: Planes,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Times float32 x, for weights that are plain numbers, in rows of a multiple of 8."""
-    launch = plain_launch(len(x), w.n_rows)
-    kernels.gemv_plain[_grid(launch, len(x), w)](
+    launch = plain_launch(*out.shape, of_pairs=pairs is not None)
+    kernels.gemv_plain[_gemv_grid(launch, out, pairs)](
         w.planes["q"], x, out, bias, add,
-        len(x), w.n_rows, w.n_cols // 8, out.stride(0), **launch.constants, **launch.options,
+        *out.shape, w.n_cols // 8, out.stride(0), **_named(pairs),
+        **launch.constants, **launch.options,
     )  # fmt: skip
     return out
 
@@ -116,11 +142,26 @@ def gemm(
         target, addends = out, (bias, add)
     else:
         target, addends = x.scales.new_empty(n_splits, t_rows, w.n_rows), (None, None)
-    kernels.gemm[(*_grid(launch, t_rows, w), n_splits)](
+    kernels.gemm[(*_grid(launch, *out.shape), n_splits)](
         *_planes(w), *x, target, *addends, t_rows, w.n_rows, n_blocks, n_chunks,
         target.stride(-2), w.gain, step, **launch.constants, **launch.options,
     )  # fmt: skip
     return out if n_splits == 1 else finished(target.sum(0), out, bias, add)
+
+
+def gemm_tiles(x: HalfRows, w: Planes, out: Tensor, tiles: Tiles, n_share: int) -> Tensor:
+    """As `gemm`, of pairs i of rows i // `n_share` of x. Programs do not split the columns of W:
+    experts are many.
+    """
+    launch = gemm_launch(w.type, tiles.size, of_tiles=True)
+    n_blocks, n_chunks = _extent(w)
+    grid = (triton.cdiv(out.shape[1], launch.constants["BLOCK_N"]), len(tiles.table))
+    kernels.gemm[grid](
+        *_planes(w), *x, out, None, None, *out.shape, n_blocks, n_chunks,
+        out.stride(0), w.gain, n_chunks, tiles.table, tiles.order, n_share,
+        **launch.constants, **launch.options,
+    )  # fmt: skip
+    return out
 
 
 def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float = 1.0) -> Tensor:
@@ -136,11 +177,13 @@ def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float
     return out
 
 
-def _gemv_sizes(t_rows: int, n_rows: int) -> dict[str, int]:
+def _gemv_sizes(t_rows: int, n_rows: int, of_pairs: bool) -> dict[str, Any]:
     """Tile sizes of one warp. With more than 16 sums to a thread, some types spill registers."""
-    block_m = min(MAX_GEMV_ROWS, triton.next_power_of_2(t_rows))
-    block_n = 1 if n_rows < MANY_ROWS else min(4, 16 // block_m)
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
+    block_m = 1 if of_pairs else min(MAX_GEMV_ROWS, triton.next_power_of_2(t_rows))
+    n_many = t_rows * n_rows if of_pairs else n_rows
+    block_n = 1 if n_many < MANY_ROWS else min(4, 16 // block_m)
+    sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
+    return sizes if of_pairs else sizes | _NO_PAIRS
 
 
 @cache
@@ -174,6 +217,15 @@ def _split_chunks(launch: Launch, n_rows: int, n_chunks: int) -> int:
     return int(n_loops * block_c)
 
 
-def _grid(launch: Launch, t_rows: int, w: Planes) -> tuple[int, int]:
+def _grid(launch: Launch, t_rows: int, n_rows: int) -> tuple[int, int]:
     sizes = launch.constants
-    return triton.cdiv(w.n_rows, sizes["BLOCK_N"]), triton.cdiv(t_rows, sizes["BLOCK_M"])
+    return triton.cdiv(n_rows, sizes["BLOCK_N"]), triton.cdiv(t_rows, sizes["BLOCK_M"])
+
+
+def _gemv_grid(launch: Launch, out: Tensor, pairs: Pairs | None) -> tuple[int, int]:
+    along_w, along_x = _grid(launch, *out.shape)
+    return (along_w, along_x) if pairs is None else (along_x, along_w)
+
+
+def _named(pairs: Pairs | None) -> dict[str, Any]:
+    return {} if pairs is None else pairs._asdict()

@@ -5,6 +5,10 @@ Parameters that all share: the planes of W (see `planes`) with `n_rows` rows of 
 float32, whose rows are `stride` elements apart; where they are not None, `bias` [n_rows] and `add`,
 laid out as `out`, are added, in this order. T is the number of rows of x.
 
+W may be the matrices of many experts, `n_rows` rows each. Then T is the number of pairs of a row of
+x and an expert, pair i has row i // `n_share` of x and row i of `out`, and its expert is `experts`
+[i] (int32), with one pair to a program, or the one of its tile in `gemm`.
+
 A row of the result depends on its row of x alone, bit for bit, as long as the same kernel computes
 it: no sum runs over rows of x, the columns of W fold in one fixed order whatever the tile sizes
 below are, and contraction is left to the `fma` that are written here (compiled without fusion).
@@ -41,11 +45,34 @@ def _quarters(tile):
 
 
 @triton.jit
-def _store(y, out, bias, add, first_m, first_n, t_rows, n_rows, stride):
-    """Store y [M, N], with bias and addend, as rows `first_m`... and columns `first_n`..."""
-    m = first_m + tl.arange(0, y.shape[0])
+def _corner(experts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first row and column of `out` for a program of a `gemv`.
+
+    Programs that start one after another have the same columns of several pairs: of those that
+    share an expert, one finds in the cache the weights that another has read.
+    """
+    if experts is not None:
+        return tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    return tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
+
+
+@triton.jit
+def _operands(
+    experts, n_share, first_m, first_n, t_rows, n_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The rows [M] of x and [N] of W that a program of a `gemv` multiplies."""
+    m, n = _clamped(first_m, BLOCK_M, t_rows), _clamped(first_n, BLOCK_N, n_rows)
+    if experts is not None:
+        n += tl.load(experts + m).to(tl.int64) * n_rows
+        m = m // n_share
+    return m, n
+
+
+@triton.jit
+def _store(y, out, bias, add, m, inside_m, first_n, n_rows, stride):
+    """Store y [M, N], with bias and addend, as rows m, if `inside_m`, and columns `first_n`..."""
     n = first_n + tl.arange(0, y.shape[1])
-    inside = (m < t_rows)[:, None] & (n < n_rows)[None, :]
+    inside = inside_m[:, None] & (n < n_rows)[None, :]
     at = m.to(tl.int64)[:, None] * stride + n[None, :]
     if bias is not None:
         y += tl.load(bias + n, mask=n < n_rows, other=0)[None, :]
@@ -57,14 +84,14 @@ def _store(y, out, bias, add, first_m, first_n, t_rows, n_rows, stride):
 @triton.jit
 def gemv_int8(
     q, high, scales, d, x, x_scales, x_sums, out, bias, add,
-    t_rows, n_rows, n_blocks, n_chunks, stride,
+    t_rows, n_rows, n_blocks, n_chunks, stride, experts, n_share,
     PARTS: tl.constexpr, SPAN: tl.constexpr, MINIMUM: tl.constexpr, LOAD: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Few rows of x as `quantize` makes them: words of codes, a scale per 32, a sum per 16."""
-    n = _clamped(tl.program_id(0) * BLOCK_N, BLOCK_N, n_rows)
-    m = _clamped(tl.program_id(1) * BLOCK_M, BLOCK_M, t_rows)
+    first_m, first_n = _corner(experts, BLOCK_M, BLOCK_N)
+    m, n = _operands(experts, n_share, first_m, first_n, t_rows, n_rows, BLOCK_M, BLOCK_N)
     n_runs = n_chunks * PARTS
     acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C), tl.float32)
     for first in range(0, n_chunks, BLOCK_C):
@@ -89,8 +116,8 @@ def gemv_int8(
                 x_sum = tl.where(inside, tl.load(x_sums + x_at), 0)
                 acc = tl.fma(x_sum[:, None, :], minimum[None, :, :], acc)
     y = tl.sum(acc, axis=2)
-    first_m, first_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
-    _store(y, out, bias, add, first_m, first_n, t_rows, n_rows, stride)
+    at = first_m + tl.arange(0, BLOCK_M)
+    _store(y, out, bias, add, at, at < t_rows, first_n, n_rows, stride)
 
 
 @triton.jit
@@ -111,7 +138,8 @@ def _add_product(acc, codes, scale, minimum, x, b: tl.constexpr, MINIMUM: tl.con
 
 @triton.jit
 def gemv_exact(
-    q, high, scales, d, x, out, bias, add, t_rows, n_rows, n_blocks, n_chunks, stride,
+    q, high, scales, d, x, out, bias, add,
+    t_rows, n_rows, n_blocks, n_chunks, stride, experts, n_share,
     PARTS: tl.constexpr, SPAN: tl.constexpr, MINIMUM: tl.constexpr, LOAD: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -120,8 +148,8 @@ def gemv_exact(
 
     So the four weights that the same byte of four words holds meet four neighbours of x.
     """
-    n = _clamped(tl.program_id(0) * BLOCK_N, BLOCK_N, n_rows)
-    m = _clamped(tl.program_id(1) * BLOCK_M, BLOCK_M, t_rows)
+    first_m, first_n = _corner(experts, BLOCK_M, BLOCK_N)
+    m, n = _operands(experts, n_share, first_m, first_n, t_rows, n_rows, BLOCK_M, BLOCK_N)
     row = m * (n_chunks * (PARTS * 16))
     acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C), tl.float32)
     for first in range(0, n_chunks, BLOCK_C):
@@ -141,8 +169,8 @@ def gemv_exact(
                 acc = _add_product(acc, w2, scale, minimum, x2, b, MINIMUM)
                 acc = _add_product(acc, w3, scale, minimum, x3, b, MINIMUM)
     y = tl.sum(acc, axis=2)
-    first_m, first_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
-    _store(y, out, bias, add, first_m, first_n, t_rows, n_rows, stride)
+    at = first_m + tl.arange(0, BLOCK_M)
+    _store(y, out, bias, add, at, at < t_rows, first_n, n_rows, stride)
 
 
 @triton.jit
@@ -167,12 +195,12 @@ def _add_products(acc, w, x):
 
 @triton.jit
 def gemv_plain(
-    q, x, out, bias, add, t_rows, n_rows, n_chunks, stride,
+    q, x, out, bias, add, t_rows, n_rows, n_chunks, stride, experts, n_share,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Few rows of x, float32 as they are, times weights that are plain numbers, 8 to a chunk."""
-    n = _clamped(tl.program_id(0) * BLOCK_N, BLOCK_N, n_rows)
-    m = _clamped(tl.program_id(1) * BLOCK_M, BLOCK_M, t_rows)
+    first_m, first_n = _corner(experts, BLOCK_M, BLOCK_N)
+    m, n = _operands(experts, n_share, first_m, first_n, t_rows, n_rows, BLOCK_M, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N, BLOCK_C), tl.float32)
     for first in range(0, n_chunks, BLOCK_C):
         index = first + tl.arange(0, BLOCK_C)
@@ -183,14 +211,14 @@ def gemv_plain(
         acc = _add_products(acc, w_even, tl.where(inside, x_even, 0))
         acc = _add_products(acc, w_odd, tl.where(inside, x_odd, 0))
     y = tl.sum(acc, axis=2)
-    first_m, first_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
-    _store(y, out, bias, add, first_m, first_n, t_rows, n_rows, stride)
+    at = first_m + tl.arange(0, BLOCK_M)
+    _store(y, out, bias, add, at, at < t_rows, first_n, n_rows, stride)
 
 
 @triton.jit
 def gemm(
     q, high, scales, d, x, x_scales, out, bias, add,
-    t_rows, n_rows, n_blocks, n_chunks, stride, gain, n_split_chunks,
+    t_rows, n_rows, n_blocks, n_chunks, stride, gain, n_split_chunks, tiles, order, n_share,
     PARTS: tl.constexpr, SPAN: tl.constexpr, MINIMUM: tl.constexpr, LOAD: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -201,15 +229,31 @@ def gemm(
     Weights are the left operand: a warp has rows of W for itself, and each is decoded once for
     all BLOCK_M rows of x. Programs i of the third axis do `n_split_chunks` chunks each, and leave
     their parts of the sum in `out` [i]: [T, n_rows], rows `stride` apart.
+
+    A program of the second axis takes BLOCK_M rows or, as its row of `tiles` (expert, first, stop;
+    int32) says, up to BLOCK_M pairs `order` [first, stop) (int64) of one expert; it may find none.
     """
-    n = _clamped(tl.program_id(0) * BLOCK_N, BLOCK_N, n_rows)
-    m = _clamped(tl.program_id(1) * BLOCK_M, BLOCK_M, t_rows)
+    first_m, first_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
+    n = _clamped(first_n, BLOCK_N, n_rows)
+    i_split = tl.program_id(2)
+    start = i_split * n_split_chunks
+    stop = tl.minimum(start + n_split_chunks, n_chunks)
+    if tiles is not None:
+        tile = tiles + tl.program_id(1) * 3
+        first_m, stop_m = tl.load(tile + 1), tl.load(tile + 2)
+        n += tl.load(tile).to(tl.int64) * n_rows
+        at_m = tl.load(order + _clamped(first_m, BLOCK_M, t_rows))
+        inside_m = first_m + tl.arange(0, BLOCK_M) < stop_m
+        m = at_m // n_share
+        stop = tl.where(first_m < stop_m, stop, start)
+    else:
+        m = _clamped(first_m, BLOCK_M, t_rows)
+        at_m = first_m + tl.arange(0, BLOCK_M)
+        inside_m = at_m < t_rows
     row = m * (n_chunks * (PARTS * 16))
     k = tl.arange(0, 4 * BLOCK_C)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    i_split = tl.program_id(2)
-    start = i_split * n_split_chunks
-    for first in range(start, tl.minimum(start + n_split_chunks, n_chunks), BLOCK_C):
+    for first in range(start, stop, BLOCK_C):
         c = tl.minimum(first + tl.arange(0, BLOCK_C), n_chunks - 1)
         k_chunk = first + k // 4
         inside = k_chunk < n_chunks
@@ -226,9 +270,8 @@ def gemm(
                 xs = tl.load(x + row[None, :] + at[:, None], mask=inside[:, None], other=0)
                 acc = tl.dot(value, xs, acc)
     y = tl.trans(acc) * (tl.load(x_scales + m) / gain)[:, None]
-    first_m, first_n = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
     out += i_split.to(tl.int64) * t_rows * stride
-    _store(y, out, bias, add, first_m, first_n, t_rows, n_rows, stride)
+    _store(y, out, bias, add, at_m, inside_m, first_n, n_rows, stride)
 
 
 @triton.jit

@@ -2,7 +2,12 @@
 
 Each writes `out` [T, n_rows], whose rows may be further apart than n_rows, and adds `bias`
 [n_rows] and `add`, with the strides of `out`, where they are given. All are float32.
+
+With `pairs` or `tiles`, W has the matrices of many experts, stacked, and `out` [P, n_rows] takes a
+row for each pair of a row of x and an expert.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,26 +16,63 @@ from gguf_pp.triton.planes import Planes
 from gguf_pp.triton.quantize_torch import HalfRows, Int8Rows, transposed
 
 
+class Pairs(NamedTuple):
+    """Pair i is of row i // `n_share` of x and of the expert `experts` [i], int32 [P]."""
+
+    experts: Tensor
+    n_share: int
+
+
+class Tiles(NamedTuple):
+    """Pairs of the same expert, `size` at a time.
+
+    Row (expert, first, stop) of `table`, int32 [n_tiles, 3], has the first `size` of the pairs
+    `order` [first, stop), int64 [P], which may be none.
+    """
+
+    table: Tensor
+    order: Tensor
+    size: int
+
+
 def gemv_int8(
-    x: Int8Rows, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+    x: Int8Rows,
+    w: Planes,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Times x as `quantize_int8` rounds it."""
     values = x.codes.float().view(len(x.codes), -1, 32) * x.scales.unsqueeze(-1)
-    return finished(values.view(x.codes.shape) @ _weights(w).t(), out, bias, add)
+    return finished(_product(values.view(x.codes.shape), _weights(w), out, pairs), out, bias, add)
 
 
 def gemv_exact(
-    x: Tensor, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+    x: Tensor,
+    w: Planes,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Times float32 x that is `transposed`."""
-    return finished(transposed(x) @ _weights(w).t(), out, bias, add)
+    return finished(_product(transposed(x), _weights(w), out, pairs), out, bias, add)
 
 
 def gemv_plain(
-    x: Tensor, w: Planes, out: Tensor, *, bias: Tensor | None = None, add: Tensor | None = None
+    x: Tensor,
+    w: Planes,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    pairs: Pairs | None = None,
 ) -> Tensor:
     """Times float32 x, for weights that are plain numbers."""
-    return finished(x @ _weights(w).t(), out, bias, add)
+    return finished(_product(x, _weights(w), out, pairs), out, bias, add)
 
 
 def gemm(
@@ -40,6 +82,17 @@ def gemm(
     weights = (_weights(w) * w.gain).half().float()
     y = transposed(x.values).float() @ weights.t() * (x.scales / w.gain).unsqueeze(-1)
     return finished(y, out, bias, add)
+
+
+def gemm_tiles(x: HalfRows, w: Planes, out: Tensor, tiles: Tiles, n_share: int) -> Tensor:
+    """As `gemm`, of pairs i of rows i // `n_share` of x. Waits for the device."""
+    weights = (_weights(w) * w.gain).half().float().view(-1, out.shape[1], w.n_cols)
+    values, scales = transposed(x.values).float(), x.scales / w.gain
+    for expert, first, stop in tiles.table.tolist():
+        at = tiles.order[first : min(stop, first + tiles.size)]
+        rows = at // n_share
+        out[at] = values[rows] @ weights[expert].t() * scales[rows].unsqueeze(-1)
+    return out
 
 
 def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float = 1.0) -> Tensor:
@@ -53,6 +106,14 @@ def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float
 
 def _weights(w: Planes) -> Tensor:
     return w.dequantize(w.blocks().new_empty(w.n_rows, w.n_cols, dtype=torch.float32))
+
+
+def _product(x: Tensor, weights: Tensor, out: Tensor, pairs: Pairs | None) -> Tensor:
+    if pairs is None:
+        return x @ weights.t()
+    x = x.repeat_interleave(pairs.n_share, 0).unsqueeze(-1)
+    theirs = weights.view(-1, out.shape[1], weights.shape[1])[pairs.experts]
+    return (theirs @ x).squeeze(-1)
 
 
 def finished(y: Tensor, out: Tensor, bias: Tensor | None, add: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ Nothing here waits for the device once weights are loaded. What all layers want 
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -17,14 +18,18 @@ import torch
 from torch import Tensor
 
 from gguf_pp.backend.cuda_host import Uploads
-from gguf_pp.batch import UBatch
+from gguf_pp.batch import Choice, UBatch
 from gguf_pp.ops import torch_ops
-from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Rope
+from gguf_pp.ops.base import Activation, Attention, LayerKV, Matrix, Mixture, Operand, Rope
 from gguf_pp.quants.raw import RawTensor
 from gguf_pp.quants.reference import dequantize
-from gguf_pp.triton import attention_torch, rope_torch
-from gguf_pp.triton.linear import MatrixOps
-from gguf_pp.triton.matrix import DeviceMatrix
+from gguf_pp.triton import attention_torch, is_interpreted, rope_torch
+from gguf_pp.triton.choose import Kind, choose, kind_of, pack
+from gguf_pp.triton.experts import ExpertOps
+from gguf_pp.triton.linear import MatrixOps, Rows
+from gguf_pp.triton.matrix import DeviceExperts, DeviceMatrix
+from gguf_pp.triton.planes import CHUNK_BYTES
+from gguf_pp.triton.standing import StandingRows
 
 N_UPLOADS = 16
 UPLOAD_BYTES = 64 << 10
@@ -94,27 +99,46 @@ class DeviceOps:
     ) -> None:
         self.device = torch.device(device)
         self._products = MatrixOps(self.device, is_torch_only=is_torch_only)
+        self._experts = ExpertOps(self._products)
         why = self._products.why_torch
         self.name = "triton" if why is None else f"torch {self.device.type}"
         self._exact = exact
         self._rope: ModuleType = rope_torch
         self._attention: ModuleType = attention_torch
+        self._draw = choose
         self._max_head_size: int | None = None
         if why is None:
-            from gguf_pp.triton import attention, rope
+            from gguf_pp.triton import attention, draw, rope
 
-            self._rope, self._attention = rope, attention
+            self._rope, self._attention, self._draw = rope, attention, draw.choose
             self._max_head_size = attention.MAX_HEAD_SIZE
+        self._ends = torch.empty(0, dtype=torch.int64, device=self.device)
         _announce(self.device, why)
+        self._weights: Uploads | None = None
         self._uploads: Uploads | None = None
         self._upload_bytes = 0
         self._specs: dict[int, tuple[Attention, Attention]] = {}
         self._ropes: dict[int, tuple[Rope, Rope]] = {}
         self._places: _Places | None = None
 
+    @property
+    def is_graphable(self) -> bool:
+        """Whether what is queued here can be captured in a CUDA graph."""
+        return self._products.why_torch is not None or not is_interpreted()
+
     def matrix(self, parts: Sequence[RawTensor]) -> DeviceMatrix:
         """Copy quantized tensors to planes on the device, stacked by rows."""
-        return self._products.matrix(parts)
+        return DeviceMatrix(parts, self.device, self._way_of_weights())
+
+    def experts(self, parts: Sequence[RawTensor]) -> DeviceExperts:
+        """Copy quantized tensors to planes on the device, the rows of an expert stacked."""
+        return DeviceExperts(parts, self.device, self._way_of_weights())
+
+    def _way_of_weights(self) -> Uploads | None:
+        """Two pieces of pinned memory: one is filled while the device takes from the other."""
+        if self._weights is None and self.device.type != "cpu":
+            self._weights = Uploads(torch, 2, CHUNK_BYTES)
+        return self._weights
 
     def vector(self, raw: RawTensor) -> Tensor:
         """A small tensor as float32, its shape kept."""
@@ -133,27 +157,43 @@ class DeviceOps:
         )
         return DeviceLayerKV(k, v)
 
-    def embed(self, table: Matrix, tokens: Sequence[int]) -> Tensor:
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        """Token ids int64 [T]."""
+        return self._bring(torch.tensor(tokens, dtype=torch.int64))
+
+    def embed(self, table: Matrix, ids: Tensor) -> Tensor:
         """Look up rows: [T, E]."""
         assert isinstance(table, DeviceMatrix)
-        return self._products.rows(table, self._bring(torch.tensor(tokens, dtype=torch.int64)))
+        return self._products.rows(table, ids)
 
     def linear(
-        self, x: Tensor, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
+        self, x: Operand, w: Matrix, *, bias: Tensor | None = None, add: Tensor | None = None
     ) -> Tensor:
         """x Wᵀ + bias + add: [T, n_rows]."""
-        assert isinstance(w, DeviceMatrix)
+        assert isinstance(x, Tensor | Rows) and isinstance(w, DeviceMatrix)
         return self._products.linear(x, w, exact=self._exact, bias=bias, add=add)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None
     ) -> Tensor:
         """x / sqrt(mean(x²) + eps) * weight + add."""
-        return torch_ops.rms_norm(x, weight, eps, add)
+        return self._products.rms_norm(x, weight, eps, add)
 
-    def gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up: [T, F]."""
-        return torch_ops.gated(gate_up, activation)
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        """The same as it is wanted, rounded in the same launch."""
+        return self._products.prepared(x, (weight, eps))
+
+    def gated(self, gate_up: Tensor, activation: Activation) -> Rows:
+        """activation(gate) * up: [T, F], as it is wanted."""
+        return self._products.prepared(gate_up, activation)
+
+    def mixture(
+        self, x: Operand, logits: Tensor, spec: Mixture, *, add: Tensor | None = None
+    ) -> Tensor:
+        """What the best experts make of x, weighted, plus `add`: [T, E]."""
+        assert isinstance(x, Tensor | Rows)
+        rows = x if isinstance(x, Rows) else self._products.prepared(x)
+        return self._experts.mixture(rows, logits, spec, exact=self._exact, add=add)
 
     def attention(self, qkv: Tensor, kv: LayerKV, ubatch: UBatch, spec: Attention) -> Tensor:
         """Norm, rotate, store, attend: [T, H D]. Raises ValueError for a span outside of `kv`."""
@@ -174,6 +214,38 @@ class DeviceOps:
                 module.prefill_attention(q[rows], *where, n_cells=n_cells, exact=self._exact)
         return out
 
+    def set_ends(self, ids: Sequence[int]) -> None:
+        """Name the tokens that end a text, for choices that ban them."""
+        self._ends = self.ids(ids)
+
+    def choose(self, logits: Tensor, params: Tensor, kind: Kind) -> Tensor:
+        """Tokens int32 [n] from logits [n, V] by packed choices of at most `kind`."""
+        way = choose if kind is Kind.ALL else self._draw
+        return way(logits, params, self._ends, kind)
+
+    def choose_among(self, logits: Tensor, choices: Sequence[Choice | None]) -> Tensor:
+        """Tokens int32 [n] from logits [n, V]; any, where there is no choice."""
+        params = self._bring(pack(choices, len(choices)))
+        return self.choose(logits, params, kind_of(choices))
+
+    def stand(self, rows: StandingRows, ubatch: UBatch, kv: LayerKV | None) -> None:
+        """Bring to `rows` where those of `ubatch` stand, one token each; `kv` is any layer's, None
+        in a stage without layers. Raises ValueError for a row outside of it."""
+        if kv is not None:
+            _check_cells(ubatch, kv)
+        self._send(rows.packed(ubatch), rows.memory)
+
+    @contextmanager
+    def standing(self, rows: StandingRows, n_cells: int) -> Iterator[UBatch]:
+        """Inside, the ubatch that this gives stands wherever `rows` say when the work is done,
+        at cells below `n_cells`."""
+        piece = Piece(0, rows.n_rows, n_cells, decodes=True)
+        self._places = _Places(rows.template, rows.slots, rows.positions, (piece,))
+        try:
+            yield rows.template
+        finally:
+            self._places = None
+
     def _attention_for(self, head_size: int) -> ModuleType:
         is_too_wide = self._max_head_size is not None and head_size > self._max_head_size
         return attention_torch if is_too_wide else self._attention
@@ -181,14 +253,8 @@ class DeviceOps:
     def _places_of(self, ubatch: UBatch, kv: DeviceLayerKV) -> _Places:
         """Made for the first layer that asks; the layers after it have the same ubatch."""
         if self._places is None or self._places.ubatch is not ubatch:
+            _check_cells(ubatch, kv)
             spans = ubatch.spans
-            for slot, start, n_rows in spans:
-                # On the device an index out of range ends the process's use of it.
-                if not (0 <= slot < kv.n_slots and 0 <= start <= kv.n_cells - n_rows):
-                    raise ValueError(
-                        f"cells [{start}, {start + n_rows}) of slot {slot}, "
-                        f"in {kv.n_slots} slots of {kv.n_cells}"
-                    )
             slots = np.repeat([span.slot for span in spans], [span.n_rows for span in spans])
             positions = np.concatenate([np.arange(s.start, s.start + s.n_rows) for s in spans])
             both = torch.from_numpy(np.stack((slots, positions)).astype(np.int32))
@@ -211,12 +277,30 @@ class DeviceOps:
         """Contiguous `values` to the device, which the host does not wait for."""
         if self.device.type == "cpu":
             return values
+        out = torch.empty_like(values, device=self.device)
+        self._send(values, out)
+        return out
+
+    def _send(self, values: Tensor, out: Tensor) -> None:
+        """Bring contiguous `values` to `out`, which is as large, on the device."""
+        if self.device.type == "cpu":
+            out.copy_(values)
+            return
         if self._uploads is None or values.nbytes > self._upload_bytes:
             self._upload_bytes = max(UPLOAD_BYTES, 2 * values.nbytes)
             self._uploads = Uploads(torch, N_UPLOADS, self._upload_bytes)
-        out = torch.empty_like(values, device=self.device)
         self._uploads.send(values, out)
-        return out
+
+
+def _check_cells(ubatch: UBatch, kv: LayerKV) -> None:
+    """Raise ValueError for a span outside of `kv`: on the device, an index out of range would end
+    the process's use of it."""
+    for slot, start, n_rows in ubatch.spans:
+        if not (0 <= slot < kv.n_slots and 0 <= start <= kv.n_cells - n_rows):
+            raise ValueError(
+                f"cells [{start}, {start + n_rows}) of slot {slot}, "
+                f"in {kv.n_slots} slots of {kv.n_cells}"
+            )
 
 
 @cache

@@ -8,13 +8,14 @@ stay as they are. Offsets are those of ggml's block structs.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from gguf_pp.backend.cuda_host import Uploads
 from gguf_pp.quants.reference import PLAIN, dequantize
 
 _Type = GGMLQuantizationType
@@ -81,7 +82,8 @@ _LARGEST: Mapping[GGMLQuantizationType, tuple[int, int, int]] = {
     _Type.Q5_K: (0, 2, 63 * 31 + 63),
     _Type.Q6_K: (208, 1, 128 * 32),
 }
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
+"""How much of a file is on its way to a device at a time."""
 
 
 def has_kernels(type: GGMLQuantizationType) -> bool:
@@ -134,54 +136,105 @@ class Planes:
 
 
 def to_planes(
-    type: GGMLQuantizationType, n_cols: int, sources: list[Tensor], device: torch.device
+    type: GGMLQuantizationType,
+    n_cols: int,
+    sources: list[Tensor],
+    device: torch.device,
+    uploads: Uploads | None = None,
 ) -> Planes:
     """Copy blocks, uint8 [n_i, row_bytes] on the CPU and stacked by rows, to planes on `device`.
 
-    Takes at most one chunk of 64 MiB (or one row) more on the device than the planes do.
+    They go there chunk by chunk, as large as `uploads` takes, and into planes there: that takes
+    at most one chunk (or one row) more on the device than the planes do. Waits for the device
+    once, at the end; `sources` may change then.
     """
-    type_size = GGML_QUANT_SIZES[type][1]
     n_rows, row_bytes = sum(map(len, sources)), sources[0].shape[1]
-    n_blocks = row_bytes // type_size
+    n_blocks = row_bytes // GGML_QUANT_SIZES[type][1]
     planes = {
         field.name: torch.empty(
             n_rows, n_blocks * (field.stop - field.start), dtype=torch.uint8, device=device
         ).view(field.dtype)
         for field in _layout(type)
     }
-    peak, at = 0.0, 0
-    for chunk in _chunks(sources):
-        blocks = chunk.to(device).view(len(chunk), n_blocks, type_size)
-        for field in _layout(type):
-            target = planes[field.name][at : at + len(chunk)].view(torch.uint8)
-            target.view(len(chunk), n_blocks, -1).copy_(blocks[..., field.start : field.stop])
-        peak = max(peak, _bound(blocks, type))
-        at += len(chunk)
-    return Planes(type, n_cols, planes, _gain(peak))
+    whole, at = Planes(type, n_cols, planes, 1.0), 0
+    peaks = []
+    for pieces in _chunks(sources, CHUNK_BYTES if uploads is None else uploads.n_bytes):
+        stop = at + sum(map(len, pieces))
+        peaks.append(_fill(whole.rows(at, stop), _bring(pieces, device, uploads)))
+        at = stop
+    peak = 0.0
+    for value in torch.stack(peaks).tolist():
+        peak = max(peak, _bound(value, type))
+    return replace(whole, gain=_gain(peak))
+
+
+def _bring(pieces: list[Tensor], device: torch.device, uploads: Uploads | None) -> Tensor:
+    """The rows of all pieces on the device."""
+    n_rows, row_bytes = sum(map(len, pieces)), pieces[0].shape[1]
+    if uploads is None or n_rows * row_bytes > uploads.n_bytes:
+        return torch.cat(pieces).to(device)
+    rows = torch.empty(n_rows, row_bytes, dtype=torch.uint8, device=device)
+    uploads.send_pieces(pieces, rows)
+    return rows
+
+
+def _fill(target: Planes, rows: Tensor) -> Tensor:
+    """Write blocks, uint8 [n, row_bytes], to the planes of as many rows. Returns what decides how
+    large weights may be: float64 []."""
+    type_size = GGML_QUANT_SIZES[target.type][1]
+    blocks = rows.view(len(rows), -1, type_size)
+    for field in _layout(target.type):
+        plane = target.planes[field.name].view(torch.uint8).view(len(rows), blocks.shape[1], -1)
+        plane.copy_(blocks[..., field.start : field.stop])
+    return _peak(blocks, target.type)
 
 
 def _layout(type: GGMLQuantizationType) -> tuple[Field, ...]:
     return LAYOUTS.get(type) or _fields(("q", 0, GGML_QUANT_SIZES[type][1], _BYTES))
 
 
-def _chunks(sources: list[Tensor]) -> Iterator[Tensor]:
-    step = max(1, _CHUNK_BYTES // sources[0].shape[1])
+def _chunks(sources: list[Tensor], n_bytes: int) -> Iterator[list[Tensor]]:
+    """All rows in order, as many at a time as are in `n_bytes`, but at least one."""
+    room = step = max(1, n_bytes // sources[0].shape[1])
+    pieces: list[Tensor] = []
     for source in sources:
-        for first in range(0, len(source), step):
-            yield source[first : first + step]
+        first = 0
+        while first < len(source):
+            piece = source[first : first + room]
+            pieces.append(piece)
+            first, room = first + len(piece), room - len(piece)
+            if not room:
+                yield pieces
+                pieces, room = [], step
+    if pieces:
+        yield pieces
 
 
-def _bound(blocks: Tensor, type: GGMLQuantizationType) -> float:
-    """What no weight of uint8 [n, n_blocks, type_size] exceeds in absolute value."""
+def _peak(blocks: Tensor, type: GGMLQuantizationType) -> Tensor:
+    """The largest scale in uint8 [n, n_blocks, type_size], or weight if they are plain: []."""
     if type in PLAIN:
-        return float(blocks.contiguous().view(PLAIN[type]).abs().max())
+        return _largest(blocks.view(PLAIN[type]))
     if type is _Type.MXFP4:
-        return 6.0 * 2.0 ** (int(blocks[..., 0].max()) - 127)
+        return blocks[..., 0].max().double()
     if type not in _LARGEST:
-        return 0.0
-    start, n_halves, factor = _LARGEST[type]
-    halves = blocks[..., start : start + 2 * n_halves].contiguous().view(torch.float16)
-    return float(halves.abs().max()) * factor
+        return torch.zeros((), dtype=torch.float64, device=blocks.device)
+    start, n_halves, _ = _LARGEST[type]
+    return _largest(blocks[..., start : start + 2 * n_halves].contiguous().view(torch.float16))
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest absolute value, without a copy of all of them."""
+    least, most = values.aminmax()
+    return torch.maximum(-least, most).double()
+
+
+def _bound(peak: float, type: GGMLQuantizationType) -> float:
+    """What no weight exceeds in absolute value where `_peak` is that."""
+    if type in PLAIN:
+        return peak
+    if type is _Type.MXFP4:
+        return float(6.0 * 2.0 ** (peak - 127))
+    return peak * _LARGEST[type][2] if type in _LARGEST else 0.0
 
 
 def _gain(peak: float) -> float:

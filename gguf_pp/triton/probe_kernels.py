@@ -10,6 +10,7 @@ from triton.errors import TritonError
 
 FAILURES: tuple[type[Exception], ...] = (
     TritonError,
+    AssertionError,
     ImportError,
     OSError,
     RuntimeError,

@@ -1,9 +1,18 @@
-"""Rows of x made ready for the multiplying kernels, in torch; `quantize` has it in Triton."""
+"""Rows of x made ready for the multiplying kernels, in torch; `quantize` has it in Triton.
+
+What x is before it is rounded, `before` says: x itself if None; the RMS norm of x for a weight
+[K] and an epsilon; activation(gate) * up of x [T, 2K], gate first, for the name of an activation.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gguf_pp.ops.base import Activation
+from gguf_pp.ops.torch_ops import gated, rms_norm
+
+Before = tuple[Tensor, float] | Activation | None
 
 SMALLEST = 1e-36
 """A group of 32 whose largest value is not above this counts as 0: its inverse overflows."""
@@ -27,35 +36,34 @@ class HalfRows(NamedTuple):
     scales: Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension."""
-    return x * (1.0 / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)) * weight
+def float_rows(
+    x: Tensor, before: Before = None, *, add: Tensor | None = None, is_transposed: bool = False
+) -> Tensor:
+    """Float32 [T, K], plus `add` [T, K]; see `transposed`."""
+    y = _made(x, before)
+    if is_transposed:
+        y = transposed(y)
+    return y if add is None else y + add
 
 
-def quantize_int8(x: Tensor) -> Int8Rows:
-    """Round float32 x [T, K] to multiples of a 127th of the largest of each 32; halves go up."""
+def quantize_int8(x: Tensor, before: Before = None) -> Int8Rows:
+    """Round to multiples of a 127th of the largest of each 32; halves go up."""
+    x = _made(x, before)
     groups = x.view(len(x), -1, 32)
     largest = groups.abs().amax(-1)
     largest = torch.where(largest > SMALLEST, largest, 0.0)
     scales = largest / 127.0
-    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    # Not 127.0 / largest, which torch takes for 127 times the reciprocal.
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     # In float64 up to one rounding at the end, which is what a fused multiply-add does.
     codes = (groups.double() * inverse.double().unsqueeze(-1) + 0.5).float().floor()
     sums = codes.view(len(x), -1, 2, 16).sum(-1) * scales.unsqueeze(-1)
     return Int8Rows(codes.to(torch.int8).view_as(x), scales, sums.flatten(1))
 
 
-def norm_quantize_int8(x: Tensor, weight: Tensor, eps: float) -> Int8Rows:
-    """As `quantize_int8`, of `rms_norm`."""
-    return quantize_int8(rms_norm(x, weight, eps))
-
-
-def quantize_half(
-    x: Tensor, *, weight: Tensor | None = None, eps: float = 0.0, is_transposed: bool
-) -> HalfRows:
-    """x, or its `rms_norm` where there is a weight, to float16; see `transposed`."""
-    if weight is not None:
-        x = rms_norm(x, weight, eps)
+def quantize_half(x: Tensor, before: Before = None, *, is_transposed: bool) -> HalfRows:
+    """Round to float16; see `transposed`."""
+    x = _made(x, before)
     exponent = (x.abs().amax(-1).view(torch.int32) >> 23).clamp(1, 253)
     values = (x * ((254 - exponent) << 23).view(torch.float32).unsqueeze(-1)).half()
     scales = (exponent << 23).view(torch.float32)
@@ -65,3 +73,9 @@ def quantize_half(
 def transposed(x: Tensor) -> Tensor:
     """[T, K] with column 4 t + b of each 16 swapped with column 4 b + t."""
     return x.view(len(x), -1, 4, 4).transpose(2, 3).reshape(x.shape)
+
+
+def _made(x: Tensor, before: Before) -> Tensor:
+    if before is None:
+        return x
+    return gated(x, before) if isinstance(before, str) else rms_norm(x, *before)
