@@ -5,40 +5,32 @@ flight. Sequences join and leave between steps. Prompts are cut into ubatches th
 down the stages; decoding sequences are dealt into groups, so that every device has a group to work
 on while another has the next one.
 
+Where the last stage hands tokens back to the first (pipeline/feedback.py), the host runs ahead: it
+queues steps of a sequence whose tokens it does not know yet. What turns out to be surplus, behind
+the end of a sequence, is skipped if it has not begun, and ignored otherwise.
+
 All decisions (lengths, positions, slots) are made here, in one thread. On the last device only
-sampling happens, and it touches nothing but the samplers of the ubatch's own sequences, each of
-which has no other ubatch in flight at that moment.
+sampling happens: it touches nothing but the samplers of the ubatch's own sequences, for one ubatch
+after the other.
 """
 
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
+from collections.abc import Iterable, Sequence
+from statistics import median
 
 from gguf_pp.batch import Span, UBatch
 from gguf_pp.errors import GgufPpError, RemoteError, RequestError
 from gguf_pp.pipeline.build import Pipeline
 from gguf_pp.pipeline.executor import Take, Ticket
+from gguf_pp.pipeline.flight import Flight
 from gguf_pp.pipeline.groups import auto_ubatch_size, choose_groups, fit_stage_time
 from gguf_pp.request import FinishReason, Request
 from gguf_pp.sampling import Sampler, SamplingParams
 
 REGROUP_STEPS = 16
 """Ubatches between two choices of the number of groups."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A ubatch on its way, whose requests get a token from it, and the tokens."""
-
-    ticket: Ticket
-    requests: list[Request]
-    emitting: list[Request]
-    tokens: list[int]
-    decodes: bool
 
 
 class _Cancelled(Exception):
@@ -51,15 +43,18 @@ class Engine:
     def __init__(self, pipeline: Pipeline, eog_ids: Iterable[int]) -> None:
         self.pipeline = pipeline
         self.eog_ids = frozenset(i for i in eog_ids if i < pipeline.n_vocab)
+        pipeline.set_ends(sorted(self.eog_ids))
         self.n_slots = pipeline.config.n_slots
         self.ctx_size = pipeline.rung.ctx_size
         self.n_groups = 1
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         # Tokens whose keys and values each slot still holds, for prompts that begin alike.
         self._slot_tokens: list[list[int]] = [[] for _ in range(self.n_slots)]
         self._free_slots = set(range(self.n_slots))
+        self._free_parcels = pipeline.parcels()
+        self.run_ahead = pipeline.config.run_ahead if self._free_parcels else 0
         self._host_s = 0.0
         self._n_decodes = 0
         self._closed = False
@@ -74,7 +69,7 @@ class Engine:
         request = Request(
             prompt=tuple(prompt),
             sampler=Sampler(params, self.eog_ids, prompt),
-            limit=self.ctx_size if max_tokens < 0 else len(prompt) + max_tokens,
+            limit=self.ctx_size if max_tokens < 0 else min(self.ctx_size, len(prompt) + max_tokens),
             tokens=list(prompt),
             added_s=time.perf_counter(),
         )
@@ -106,9 +101,6 @@ class Engine:
             self._waiting.remove(request)
         if request.finish_reason is None:
             self._finish(request, "cancelled")
-        for flight in self._flights:
-            if all(other.finish_reason is not None for other in flight.requests):
-                flight.ticket.skip(_Cancelled())
         self._leave_if_idle(request)
 
     def step(self) -> bool:
@@ -204,20 +196,29 @@ class Engine:
             self._free_slots.remove(request.slot)
             self._active.append(request)
 
-    def _next_flight(self) -> _Flight | None:
+    def _next_flight(self) -> Flight | None:
         """Queue a decode group if one may go, else a part of the prompts, else nothing."""
-        n_stages = self.pipeline.depth
-        decoding = [r for r in self._active if r.finish_reason is None and not r.in_prompt]
-        ready = [r for r in decoding if r.ready]
-        if ready and sum(f.decodes for f in self._flights) < self._groups(len(decoding)):
+        decoding = [r for r in self._active if r.decodes]
+        ready = [r for r in decoding if r.is_ready(self.run_ahead)]
+        n_decodes = sum(f.decodes for f in self._flights)
+        if ready and self._may_decode(len(ready), len(decoding), n_decodes):
             size = -(-len(decoding) // self.n_groups)
             limit = min(size, self.pipeline.rung.ubatch_size)
             ready.sort(key=lambda r: r.turn)  # whoever has waited longest
             return self._submit([(r, 1) for r in ready[:limit]], decodes=True)
-        if len(self._flights) >= n_stages + self.pipeline.rung.n_copies:
+        most = self.pipeline.depth + self.pipeline.rung.n_copies - min(n_decodes, self.n_groups)
+        if len(self._flights) - n_decodes >= max(1, most):
             return None
         parts = self._prompt_parts()
         return self._submit(parts, decodes=False) if parts else None
+
+    def _may_decode(self, n_ready: int, n_decoding: int, n_flying: int) -> bool:
+        """One ubatch of each group may be in flight, and more of whole groups only: sequences that
+        cannot run ahead would go on one by one, and never meet in a group again."""
+        n_groups = self._groups(n_decoding)
+        whole = min(n_decoding // n_groups, self.pipeline.rung.ubatch_size)
+        limit = n_groups * (1 + self.run_ahead) if n_ready >= whole else n_groups
+        return n_flying < limit
 
     def _groups(self, n_decoding: int) -> int:
         """How many groups may be in flight, chosen anew every few ubatches."""
@@ -229,7 +230,8 @@ class Engine:
             fits = [fit for recent in recents if (fit := _fit_decode(recent))]
             if len(fits) == n_stages:
                 a, b = max(fits, key=lambda fit: fit[0] + fit[1] * n_decoding)
-                self.n_groups = choose_groups(n_decoding, n_stages, a, b, self._host_s)
+                host_s = 0.0 if self.run_ahead else self._host_s  # nobody waits for it then
+                self.n_groups = choose_groups(n_decoding, n_stages, a, b, host_s)
             else:
                 self.n_groups = min(n_decoding, n_stages)
         return self.n_groups
@@ -241,7 +243,7 @@ class Engine:
         if not left:
             return []
         room = self._ubatch_size(max(left, max(len(r.prompt) for r in prompts)))
-        in_flight = sum(f.ticket.ubatch.n_rows for f in self._flights)
+        in_flight = sum(f.ubatch.n_rows for f in self._flights)
         if self._flights and in_flight + room > self.pipeline.config.batch_size:
             return []
         parts = []
@@ -261,31 +263,14 @@ class Engine:
         overhead = max(stage.overhead_rows for stage in stages)
         return auto_ubatch_size(n_tokens, self.pipeline.depth, overhead, limit)
 
-    def _submit(self, parts: Sequence[tuple[Request, int]], *, decodes: bool) -> _Flight:
-        tokens: list[int] = []
-        spans: list[Span] = []
-        outputs: list[int] = []
-        emitting: list[Request] = []
-        for request, n in parts:
-            spans.append(Span(request.slot, request.n_queued, n))
-            tokens += request.tokens[request.n_queued : request.n_queued + n]
-            request.n_queued += n
-            request.n_in_flight += 1
-            request.turn = self.pipeline.executor.n_submitted
-            if request.n_queued == len(request.tokens):
-                outputs.append(len(tokens) - 1)
-                emitting.append(request)
-        ubatch = UBatch(tuple(tokens), tuple(spans), tuple(outputs))
-        sampled: list[int] = []
-        samplers = [request.sampler for request in emitting]
-
-        def take(logits: Tensor, rows: range) -> None:
-            values = logits.numpy()
-            sampled.extend(samplers[i](values[i - rows.start]) for i in rows)
-
-        ticket = self.pipeline.executor.submit(ubatch, take)
+    def _submit(self, parts: Sequence[tuple[Request, int]], *, decodes: bool) -> Flight:
+        executor = self.pipeline.executor
+        for request, _ in parts:
+            request.turn = executor.n_submitted
+        flight = Flight(parts, self._free_parcels, chooses=self.pipeline.chooses, decodes=decodes)
+        flight.ticket = executor.submit(flight.ubatch, flight.take)
         self._n_decodes += decodes
-        return _Flight(ticket, [r for r, _ in parts], emitting, sampled, decodes)
+        return flight
 
     def _land(self) -> None:
         """Wait for the oldest ubatch and give its tokens to their requests.
@@ -294,19 +279,22 @@ class Engine:
         waits, nothing has changed.
         """
         flight, failure = self._flights[0], None
+        ubatch = flight.ubatch
         try:
             flight.ticket.wait()
         except Exception as exc:  # noqa: BLE001 - kept, and raised where the request is read
             failure = exc
         self._flights.popleft()
-        if failure is not None:
-            for request in flight.requests:
-                self._fail(request, failure)
-        else:
+        if ubatch.parcel is not None:
+            self._free_parcels.append(ubatch.parcel)
+        if failure is None:
             for request, token in zip(flight.emitting, flight.tokens, strict=True):
                 self._receive(request, token)
-        for request in flight.requests:
+        for request, span in zip(flight.requests, ubatch.spans, strict=True):
             request.n_in_flight -= 1
+            if failure is not None:
+                self._fail(request, failure)
+                request.n_queued = min(request.n_queued, span.start)
             self._leave_if_idle(request)
 
     def _receive(self, request: Request, token: int) -> None:
@@ -317,11 +305,10 @@ class Engine:
         request.tokens.append(token)
         if token in self.eog_ids:
             self._finish(request, "stop")
-        elif len(request.tokens) >= min(request.limit, self.ctx_size):
+        elif len(request.tokens) >= request.limit:
             self._finish(request, "length")
 
     def _fail(self, request: Request, error: Exception) -> None:
-        request.has_gaps = True
         if request.finish_reason is None:
             request.error = error
             self._finish(request, "error")
@@ -329,22 +316,37 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.finished_s = time.perf_counter()
+        self._skip_surplus()
+
+    def _skip_surplus(self) -> None:
+        """Do not begin what is only for requests that have ended. Rows that go on with others are
+        computed, and so are all before them: no stage gets to see a cache with a hole."""
+        going: set[Request] = set()
+        for flight in reversed(self._flights):
+            if flight.is_surplus and going.isdisjoint(flight.requests):
+                flight.ticket.skip(_Cancelled())
+            else:
+                going.update(flight.requests)
 
     def _leave_if_idle(self, request: Request) -> None:
         """Give the slot back once nothing of a finished request is in flight."""
         if request.finish_reason is None or request.n_in_flight or request not in self._active:
             return
         self._active.remove(request)
-        self._slot_tokens[request.slot] = (
-            [] if request.has_gaps else request.tokens[: request.n_queued]
-        )
+        self._slot_tokens[request.slot] = request.tokens[: request.n_queued]
         self._free_slots.add(request.slot)
 
 
 def _fit_decode(recent: Iterable[tuple[int, int, float]]) -> tuple[float, float] | None:
-    """Seconds = a + b rows of a stage's recent ubatches in which every row decoded."""
-    recent = tuple(recent)  # at once: the stage's own thread appends
-    return fit_stage_time((n, seconds) for n, n_out, seconds in recent if n == n_out)
+    """Seconds = a + b rows of a stage's recent ubatches in which every row decoded.
+
+    Of those with equal rows the median counts: a step that compiled something took very long.
+    """
+    times: dict[int, list[float]] = {}
+    for n, n_out, seconds in tuple(recent):  # at once: the stage's own thread appends
+        if n == n_out:
+            times.setdefault(n, []).append(seconds)
+    return fit_stage_time((n, median(seconds)) for n, seconds in times.items())
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -352,5 +354,5 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(1 for _ in pairs)
 
 
-def _shifted(take: Take, first: int) -> Callable[[Tensor, range], None]:
+def _shifted(take: Take, first: int) -> Take:
     return lambda logits, rows: take(logits, range(rows.start + first, rows.stop + first))

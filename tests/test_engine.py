@@ -140,7 +140,7 @@ def test_cells_of_a_cancelled_prompt_are_not_believed_by_the_next_one(make_engin
     expected = fresh.add(prompt, GREEDY, 4)
     run(fresh)
     assert again.generated == expected.generated
-    assert again.n_cached == 0
+    assert again.n_cached == 4  # of the ubatch that had landed
 
 
 def test_others_in_the_ubatch_of_a_cancelled_request_go_on(make_engine, alone):

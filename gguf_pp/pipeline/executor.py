@@ -10,13 +10,15 @@ from torch import Tensor
 from gguf_pp.backend.base import Backend, Event, Stream
 from gguf_pp.backend.trace import Kind, Slice, Trace
 from gguf_pp.batch import UBatch
+from gguf_pp.pipeline.feedback import Feedback
 from gguf_pp.pipeline.plan import Step, plan_steps
 from gguf_pp.pipeline.ring import Copy, Ring
 
-Take = Callable[[Tensor, range], None]
-"""Consumes logits [n, V] of the outputs `range` (indexes into UBatch.outputs) where they are made:
-on the last device, inside its stream; or on the host, from a device that it cannot look into. The
-tensor is overwritten afterwards."""
+Take = Callable[[Tensor, range], Sequence[int] | None]
+"""Consumes what was made of the outputs `range` (indexes into UBatch.outputs): logits float32
+[n, V]; or, where the device has chosen (UBatch.choices), token ids int32 [n]. It runs where logits
+are made, inside the last device's stream; or on the host, from a device that it cannot look into.
+It returns the tokens it chose, if it chose any. The tensor is overwritten afterwards."""
 
 Deliver = Callable[[], None]
 """Blocks until logits are on the host and hands them to `take`; raises what that raises. What was
@@ -93,30 +95,44 @@ class Ticket:
 class Executor:
     """Runs ubatches through stages, over the rotating copies of their rings.
 
-    Not pipelined, the host waits after every stage and devices take turns.
+    Not pipelined, the host waits after every stage and devices take turns; a single one has nobody
+    to take turns with. `feedback` is needed for ubatches with `late` rows or a `parcel`.
     """
 
-    def __init__(self, stages: Sequence[Stage], trace: Trace, *, pipelined: bool) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        trace: Trace,
+        *,
+        pipelined: bool,
+        feedback: Feedback | None = None,
+    ) -> None:
         self.stages = stages
         self.trace = trace
         self.pipelined = pipelined
+        self._takes_turns = not pipelined and len(stages) > 1
+        self._feedback = feedback
         self.n_copies = len(stages[0].ring.copies)
         self.n_submitted = 0
 
     def submit(self, ubatch: UBatch, take: Take) -> Ticket:
-        """Queue `ubatch` on all stages; returns at once if pipelined."""
+        """Queue `ubatch` on all stages; returns at once unless devices take turns."""
         last = self.stages[-1]
         # An event of its own: `done` of the copy is recorded again by later ubatches.
         ticket = Ticket(ubatch, last.backend.event())
         host = self.trace.open("host", -1, self.n_submitted, 0, ubatch.n_rows)
         if host is not None:
             self.trace.start(host)
+        if self._feedback is not None:
+            self._feedback.expect(ubatch)
         for step in plan_steps(len(self.stages), 1, self.n_copies, first=self.n_submitted):
             if step.i_stage > 0:
                 self._ship(step, ubatch.n_rows)
             self._run(step, ticket, take)
-            if not self.pipelined:
+            if self._takes_turns:
                 self.stages[step.i_stage].ring.copies[step.i_copy].done.synchronize()
+        if self._feedback is not None:
+            self._feedback.ship(ubatch)
         last.compute.record(ticket.done)
         self.n_submitted += 1
         if host is not None:

@@ -15,6 +15,20 @@ a stage on another machine sends on one and receives on the other, so that sever
 their way; there S waits free[s][c] before it receives. The guard stands on the stream that does the
 copy. `free` is recorded before the stage computes, so a copy is lent for as short as possible. The
 fifth wait is the host's, for `done` of the last stage, in the executor.
+
+Chosen tokens go from the last stage L back to the first, in parcels p (pipeline/feedback.py), while
+the host has queued the ubatches that read them. F is a stream of the last device:
+
+    choose(p):   S[L] waits filled[p]         what it held before was shipped
+                 out[p] is written by S[L];  chosen[p] recorded on S[L]
+    return(p):   F waits chosen[p]            the tokens are there
+                 inp[p] <- out[p] on F;  filled[p] recorded on F
+    read(p):     S[0] waits filled[p]         for every p that the ubatch reads
+
+`inp[p]` needs no guard: a ubatch that leaves new tokens in p was queued behind all that read the
+old ones, and it comes to L, and its tokens to F, by way of S[0], where it is behind them too. With
+one stage all of this is one buffer and one stream, in order: nothing is copied or waited for.
+Whether a ubatch computes or is skipped, its waits and records are the same.
 """
 
 from dataclasses import dataclass
