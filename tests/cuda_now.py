@@ -5,23 +5,28 @@ through the code for CUDA devices.
 """
 
 import contextlib
+import itertools
 import threading
 import time
 from types import SimpleNamespace
 
 import torch
 
+from tests.cuda_graph import Graph
+
 
 class Stream:
     """torch.cuda.Stream, always idle."""
 
-    def __init__(self, now, device):
-        self.now, self.device_index = now, device
+    def __init__(self, now, device, *, is_default=False):
+        self.now, self.device_index, self.is_default = now, device, is_default
 
     def wait_event(self, event):
         self.now.log.append("wait")
 
     def synchronize(self):
+        if self.device_index in self.now.broken:
+            raise RuntimeError(self.now.broken[self.device_index])
         self.now.log.append("synchronize")
 
 
@@ -51,18 +56,22 @@ class Event:
 class Now:
     """Stands for the module torch, with `n_devices` devices of `total_bytes`."""
 
-    float32, uint8 = torch.float32, torch.uint8
+    float32, uint8, int32 = torch.float32, torch.uint8, torch.int32
     __version__ = "2.13.0+now"
     from_numpy = staticmethod(torch.from_numpy)
 
     def __init__(self, n_devices=2, total_bytes=8 << 30):
         self.n_devices, self.total_bytes = n_devices, total_bytes
+        self.fails_at, self.failing, self.spoiled, self.broken = None, 0, set(), {}
+        pools = itertools.count(1)
         self.log = []
         self.version = SimpleNamespace(cuda="13.0")
         self.local = threading.local()
         self.cuda = SimpleNamespace(
             Stream=lambda device, priority=0: Stream(self, device),
             Event=lambda **kwargs: Event(self, **kwargs),
+            CUDAGraph=lambda: Graph(self),
+            graph_pool_handle=lambda: (0, next(pools)),
             device=self.device,
             set_stream=self.set_stream,
             current_stream=self.current_stream,
@@ -79,7 +88,7 @@ class Now:
     def state(self):
         if not hasattr(self.local, "device"):
             self.local.device = 0
-            self.local.streams = [Stream(self, i) for i in range(self.n_devices)]
+            self.local.streams = [Stream(self, i, is_default=True) for i in range(self.n_devices)]
         return self.local
 
     def current_stream(self, device=None):

@@ -45,7 +45,7 @@ class ToyStage:
         self.work = backend.buffer(N_ROWS, WIDTH, "work").tensor
         if last and self.on_cuda:
             self.logits = backend.buffer(N_ROWS, WIDTH, "logits").tensor
-            self.landing = Landing(double, n_stages + n_copies, N_ROWS, WIDTH)
+            self.landing = Landing(double, n_stages + n_copies, (N_ROWS, WIDTH), double.float32)
 
     def launch(self, label, reads, writes, ubatch, work):
         if self.on_cuda:

@@ -1,4 +1,4 @@
-"""Small tensors between host and CUDA device, without either waiting for the other.
+"""Tensors between host and CUDA device, without either waiting for the other.
 
 A copy from or to memory that is not pinned blocks the host until the device has come to it, which
 would leave the device with nothing queued. Both classes belong to one thread and one stream, the
@@ -6,7 +6,7 @@ compute stream: what is brought is wanted there next, so that a stream beside it
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from torch import Tensor
 
 
 class Uploads:
-    """Positions, rows and token ids on their way to a device: `n_slots` pinned copies in turn.
+    """Positions, rows and token ids on their way to a device, or weights: `n_slots` pinned copies
+    of `n_bytes` in turn.
 
     The host waits only if all are on their way, which bounds how far it runs ahead.
     """
 
     def __init__(self, api: Any, n_slots: int, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
         self._slots = [
             (api.empty((n_bytes,), dtype=api.uint8, pin_memory=True), api.cuda.Event(blocking=True))
             for _ in range(n_slots)
@@ -31,11 +33,17 @@ class Uploads:
 
         Both are contiguous, of the same dtype and shape, at most `n_bytes` long.
         """
+        self.send_pieces([values], out)
+
+    def send_pieces(self, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """The same for values in several tensors, stacked by rows."""
         memory, passed = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         passed.synchronize()
-        rows = memory[: values.nbytes].view(values.dtype).view(values.shape)
-        rows.copy_(values)
+        rows, at = memory[: out.nbytes].view(out.dtype).view(out.shape), 0
+        for piece in pieces:
+            rows[at : at + len(piece)].copy_(piece)
+            at += len(piece)
         out.copy_(rows, non_blocking=True)
         passed.record()
 
@@ -43,7 +51,10 @@ class Uploads:
 class Parcel:
     """A tensor on its way to the host, and what is to be done with it there."""
 
-    def __init__(self, rows: Tensor, landed: Any, consume: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self, landing: "Landing", rows: Tensor, landed: Any, consume: Callable[[Tensor], None]
+    ) -> None:
+        self.landing = landing
         self._rows = rows
         self._landed = landed
         self._consume = consume
@@ -75,25 +86,22 @@ class Parcel:
 
 
 class Landing:
-    """Logits on their way to the host: `n_slots` pinned float32 [n_rows, n_cols] in turn.
+    """Results on their way to the host: `n_slots` pinned tensors of `shape` in turn.
 
     Parcels are opened in the order in which they were sent, by whoever first wants one of them or
     of those after it, or when a slot is needed again.
     """
 
-    def __init__(self, api: Any, n_slots: int, n_rows: int, n_cols: int) -> None:
+    def __init__(self, api: Any, n_slots: int, shape: tuple[int, ...], dtype: Any) -> None:
         self._slots = [
-            (
-                api.empty((n_rows, n_cols), dtype=api.float32, pin_memory=True),
-                api.cuda.Event(blocking=True),
-            )
+            (api.empty(shape, dtype=dtype, pin_memory=True), api.cuda.Event(blocking=True))
             for _ in range(n_slots)
         ]
         self._n_sent = 0
         self._closed: deque[Parcel] = deque()
 
     def send(self, rows: Tensor, consume: Callable[[Tensor], None]) -> Parcel:
-        """Queue `rows` [n, n_cols] to the host, on the current stream.
+        """Queue `rows`, at most as many as the shape has, to the host, on the current stream.
 
         `consume` gets them there; they are overwritten afterwards.
         """
@@ -104,7 +112,7 @@ class Landing:
         target = memory[: len(rows)]
         target.copy_(rows, non_blocking=True)
         landed.record()
-        parcel = Parcel(target, landed, consume)
+        parcel = Parcel(self, target, landed, consume)
         self._closed.append(parcel)
         return parcel
 

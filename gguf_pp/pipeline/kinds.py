@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from gguf_pp.backend.base import Backend
+from gguf_pp.backend.base import Backend, is_out_of_memory
+from gguf_pp.backend.trace import DeviceClock
+from gguf_pp.batch import Choice, UBatch
 from gguf_pp.config import Kernels
 from gguf_pp.ops import make_ops
-from gguf_pp.ops.base import Ops
+from gguf_pp.ops.base import LayerKV, Ops
 from gguf_pp.pipeline.stopwatch import CudaStopwatch, Stopwatch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gguf_pp.backend.cuda import CudaBackend
+    from gguf_pp.pipeline.graphs import StepGraphs
     from gguf_pp.pipeline.outlet import CudaOutlet
+
+Step = Callable[["Tensor", UBatch], "Tensor"]
+"""Queues a stage's work: token ids int64 [T] or hidden states [T, E] to hidden states or logits."""
+
+log = logging.getLogger("gguf_pp")
+
+
+class Chooser(Protocol):
+    """Chooses tokens on the device."""
+
+    def set_ends(self, ids: Sequence[int]) -> None:
+        """Name the tokens that end a text, for choices that ban them."""
+        ...
+
+    def choose_among(self, logits: Tensor, choices: Sequence[Choice | None]) -> Tensor:
+        """Token ids int32 [n] from logits float32 [n, V]; any, where there is no choice."""
+        ...
+
+
+class StepSizes(NamedTuple):
+    """Of a stage's decode steps: `n_slots` sequences at most; `n_inputs` columns of hidden states
+    come in, or token ids (0); `n_outputs` go out, which are logits if `heads`."""
+
+    n_slots: int
+    n_inputs: int
+    n_outputs: int
+    heads: bool
 
 
 def make_ops_on(backend: Backend, kernels: Kernels, *, exact: bool) -> Ops:
@@ -33,6 +67,15 @@ def make_stopwatch(backend: Backend) -> Stopwatch:
     return Stopwatch() if cuda is None else CudaStopwatch(cuda.api.cuda)
 
 
+def make_clock(backend: Backend) -> DeviceClock | None:
+    """What tells when work on `backend` ran; None where it runs when it is called."""
+    if (cuda := _as_cuda(backend)) is None:
+        return None
+    from gguf_pp.backend.cuda_clock import CudaClock
+
+    return CudaClock(cuda.api.cuda, cuda.index)
+
+
 def make_outlet(backend: Backend, n_slots: int, n_vocab: int) -> CudaOutlet | None:
     """The way of logits to the host, None where they are made there. Raises what torch raises if
     there is no memory for it."""
@@ -41,6 +84,37 @@ def make_outlet(backend: Backend, n_slots: int, n_vocab: int) -> CudaOutlet | No
     from gguf_pp.pipeline.outlet import CudaOutlet
 
     return CudaOutlet(cuda.api, n_slots, n_vocab, waits=cuda.hosted)
+
+
+def make_steps(
+    backend: Backend, ops: Ops, step: Step, kv: LayerKV | None, sizes: StepSizes
+) -> StepGraphs | None:
+    """Graphs of the decode steps of a stage; None on other devices, and where they cannot be."""
+    if (cuda := _as_cuda(backend)) is None:
+        return None
+    from gguf_pp.pipeline.graphs import StepGraphs
+    from gguf_pp.triton.ops import DeviceOps
+
+    assert isinstance(ops, DeviceOps)
+    if not ops.is_graphable:
+        return None
+    try:
+        return StepGraphs(cuda, ops, step, kv, sizes)
+    except Exception as exc:
+        if not is_out_of_memory(exc):
+            raise
+        log.warning("%s decodes without CUDA graphs: %s", backend.name, exc)
+        return None
+
+
+def chooser_of(backend: Backend, ops: Ops) -> Chooser | None:
+    """What chooses tokens where logits are; None where the host can look at them itself."""
+    if _as_cuda(backend) is None:
+        return None
+    from gguf_pp.triton.ops import DeviceOps
+
+    assert isinstance(ops, DeviceOps)
+    return ops
 
 
 def _as_cuda(backend: Backend) -> CudaBackend | None:

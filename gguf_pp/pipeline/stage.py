@@ -1,9 +1,12 @@
 """A part of the model on one device, with its weights, its KV cache and its ring."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,10 +15,11 @@ from torch import Tensor
 
 from gguf_pp.arch import Model
 from gguf_pp.backend.base import Backend, Stream
-from gguf_pp.batch import UBatch
+from gguf_pp.batch import Choice, UBatch
 from gguf_pp.ops.base import LayerKV, Ops
 from gguf_pp.pipeline.executor import Deliver, Take
-from gguf_pp.pipeline.kinds import make_outlet, make_stopwatch
+from gguf_pp.pipeline.feedback import Feedback
+from gguf_pp.pipeline.kinds import StepSizes, chooser_of, make_outlet, make_steps, make_stopwatch
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import Rung
 from gguf_pp.pipeline.placement import kv_bytes, logits_rows, scratch_bytes
@@ -23,6 +27,8 @@ from gguf_pp.pipeline.ring import Copy, Ring
 from gguf_pp.pipeline.split import Part
 
 if TYPE_CHECKING:
+    from gguf_pp.backend.cuda_host import Parcel
+    from gguf_pp.pipeline.graphs import StepGraphs
     from gguf_pp.pipeline.outlet import CudaOutlet
 
 T = TypeVar("T")
@@ -40,7 +46,7 @@ class DeviceUse:
     free_bytes: int
     kernels: str
 
-    def __add__(self, other: "DeviceUse") -> "DeviceUse":
+    def __add__(self, other: DeviceUse) -> DeviceUse:
         """Two stages of one device, of which at most one has layers."""
         return DeviceUse(
             self.name,
@@ -56,7 +62,8 @@ class DeviceUse:
 class LayerStage:
     """The layers of `part`, and the ends of the model if they are in it.
 
-    `recent` are (rows, outputs, seconds) of the ubatches computed last.
+    `recent` are (rows, outputs, seconds) of the ubatches computed last. `uses_graphs`, until
+    weights are loaded, is whether CUDA devices may launch decode steps as graphs.
     """
 
     elapsed_s = None
@@ -82,7 +89,6 @@ class LayerStage:
         self.kv_bytes = 0
         self.scratch_bytes = 0
         self._stopwatch = make_stopwatch(backend)
-        self.recent = self._stopwatch.recent
         self._i_stage = i_stage
         self._model = model
         self._embedding: Any = None
@@ -92,6 +98,10 @@ class LayerStage:
         self._input: Tensor | None = None
         self._n_slots = 0
         self._outlet: CudaOutlet | None = None
+        self._steps: StepGraphs | None = None
+        self._chooser = chooser_of(backend, self.ops)
+        self.uses_graphs = True
+        self.feedback: Feedback | None = None
 
     @property
     def intake(self) -> Stream:
@@ -119,9 +129,24 @@ class LayerStage:
         return self.ops.overhead_rows
 
     @property
+    def chooses(self) -> bool:
+        """Whether tokens are chosen on the device, where there are choices for them."""
+        return self.part.heads and self._chooser is not None
+
+    def set_ends(self, ids: Sequence[int]) -> None:
+        """Name the tokens that end a text, for choices that ban them."""
+        if self._chooser is not None:
+            call(self.compute, partial(self._chooser.set_ends, ids)).result()
+
+    @property
     def n_threads(self) -> int:
         """Threads of this host that compute."""
         return self.backend.n_threads
+
+    @property
+    def recent(self) -> deque[tuple[int, int, float]]:
+        """As above, the oldest first."""
+        return self._stopwatch.recent
 
     @property
     def recents(self) -> list[deque[tuple[int, int, float]]]:
@@ -136,11 +161,15 @@ class LayerStage:
                 layers=(self.layers.start, self.layers.stop),
                 weight_bytes=self.weight_bytes,
                 kv_bytes=self.kv_bytes,
-                buffer_bytes=self.ring.n_bytes + self.scratch_bytes,
+                buffer_bytes=self.ring.n_bytes + self.scratch_bytes + self._parcel_bytes,
                 free_bytes=self.backend.memory().free_bytes,
                 kernels=self.kernels,
             )
         ]
+
+    @property
+    def _parcel_bytes(self) -> int:
+        return 0 if self.feedback is None else self.feedback.n_bytes
 
     def reserve_weights(self, n_bytes: int) -> None:
         """Take `n_bytes` for this stage's weights; raises OutOfMemory if the device has less."""
@@ -157,6 +186,21 @@ class LayerStage:
             self._head = self._model.load_head(loader)
             n_vocab = self._head.output.n_rows
             self._outlet = make_outlet(self.backend, self._n_slots, n_vocab)
+        self._make_steps()
+
+    def _make_steps(self) -> None:
+        """Once the weights are here: what the graphs of decode steps need besides them."""
+        if not self.uses_graphs:
+            return
+        n_embd, heads = self._model.hp.n_embd, self.part.heads
+        sizes = StepSizes(
+            n_slots=self._n_slots,
+            n_inputs=0 if self.part.embeds else n_embd,
+            n_outputs=self._head.output.n_rows if heads else n_embd,
+            heads=heads,
+        )
+        kv = self._kv[0] if self._kv else None
+        self._steps = make_steps(self.backend, self.ops, self._step, kv, sizes)
 
     def settle(self) -> None:
         """Wait until the compute stream is through with what was queued. What one stream wrote may
@@ -183,7 +227,7 @@ class LayerStage:
             inp=not self.part.embeds,
             out=not self.part.heads,
         )
-        scratch = scratch_bytes(self._model, rung.ubatch_size, last=self.part.heads)
+        scratch = scratch_bytes(self._model, self.part, rung, self.name)
         self.backend.reserve(scratch, "scratch")
         self.scratch_bytes = scratch
         self._n_slots = n_slots
@@ -199,6 +243,7 @@ class LayerStage:
 
     def release(self) -> None:
         """Give back everything but the weights."""
+        self._steps = None
         self._kv.clear()
         if hasattr(self, "ring"):
             self.ring.release()
@@ -207,8 +252,13 @@ class LayerStage:
 
     def load(self, copy: Copy, ubatch: UBatch) -> None:
         """Move the input out of `copy`, which is free for the next ubatch right after."""
-        if copy.inp is not None:
-            self._input = copy.inp.tensor[: ubatch.n_rows].clone()
+        if copy.inp is None:
+            return
+        rows = copy.inp.tensor[: ubatch.n_rows]
+        if self._steps is not None and self._steps.takes(ubatch):
+            self._steps.x[: ubatch.n_rows].copy_(rows)
+        else:
+            self._input = rows.clone()
 
     def abandon(self, copy: Copy, ubatch: UBatch) -> None:
         """Drop what was loaded."""
@@ -217,21 +267,47 @@ class LayerStage:
     def forward(self, copy: Copy, ubatch: UBatch, take: Take) -> Deliver | None:
         """Run the layers on what was loaded."""
         start = self._stopwatch.start()
-        model, ops = self._model, self.ops
-        if self.part.embeds:
-            x = model.embed(ops, self._embedding, ubatch.tokens)
-        else:
-            assert self._input is not None
-            x, self._input = self._input, None
-        for weights, kv in zip(self._weights, self._kv, strict=True):
-            x = model.layer(ops, weights, x, kv, ubatch)
         deliver = None
+        if self._steps is not None and self._steps.takes(ubatch):
+            made, chosen = self._steps.run(ubatch, partial(self._fill_in, ubatch))
+            if self.part.heads:
+                deliver = self._deliver(self._send(made, chosen, range(len(made)), ubatch, take))
+        else:
+            made = self._walk(self._taken_in(ubatch), ubatch)
+            if self.part.heads and ubatch.outputs:
+                deliver = self._emit(made, ubatch, take)
         if copy.out is not None:
-            copy.out.tensor[: ubatch.n_rows].copy_(x)
-        elif ubatch.outputs:
-            deliver = self._emit(x, ubatch, take)
+            copy.out.tensor[: ubatch.n_rows].copy_(made)
         self._stopwatch.stop(start, ubatch)
         return deliver
+
+    def _taken_in(self, ubatch: UBatch) -> Tensor:
+        """Token ids int64 [T], those that were chosen meanwhile among them; or the input."""
+        if self.part.embeds:
+            ids = self.ops.ids(ubatch.tokens)
+            self._fill_in(ubatch, ids)
+            return ids
+        assert self._input is not None
+        x, self._input = self._input, None
+        return x
+
+    def _fill_in(self, ubatch: UBatch, ids: Tensor) -> None:
+        if ubatch.late:
+            assert self.feedback is not None
+            self.feedback.fill_in(ids, ubatch.late)
+
+    def _walk(self, x: Tensor, ubatch: UBatch) -> Tensor:
+        """Token ids, or hidden states [T, E], through the layers."""
+        if self.part.embeds:
+            x = self._model.embed(self.ops, self._embedding, x)
+        for weights, kv in zip(self._weights, self._kv, strict=True):
+            x = self._model.layer(self.ops, weights, x, kv, ubatch)
+        return x
+
+    def _step(self, x: Tensor, ubatch: UBatch) -> Tensor:
+        """The same and on, in the last stage, to the logits of all rows."""
+        x = self._walk(x, ubatch)
+        return self._model.logits(self.ops, self._head, x) if self.part.heads else x
 
     def _emit(self, x: Tensor, ubatch: UBatch, take: Take) -> Deliver | None:
         """Logits of the rows that want them, a few at a time, to `take`."""
@@ -239,14 +315,38 @@ class LayerStage:
         if len(outputs) < ubatch.n_rows:
             x = _pick(x, outputs)
         n_rows = logits_rows(self._head.output.n_rows)
-        parcels = []
+        parcels: list[Parcel] = []
         for start in range(0, len(outputs), n_rows):
             rows = range(start, min(start + n_rows, len(outputs)))
             logits = self._model.logits(self.ops, self._head, x[rows.start : rows.stop])
-            if self._outlet is None:
-                take(logits, rows)
-            else:
-                parcels += self._outlet.send(logits, rows, take)
+            chosen = self._chosen(logits, ubatch.choices[rows.start : rows.stop])
+            parcels += self._send(logits, chosen, rows, ubatch, take)
+        return self._deliver(parcels)
+
+    def _send(
+        self, logits: Tensor, chosen: Tensor | None, rows: range, ubatch: UBatch, take: Take
+    ) -> list[Parcel]:
+        """Hand over what was made of the outputs `rows`: here and now, or on its way."""
+        if self._outlet is None:
+            tokens = take(logits, rows)
+            chosen = None if tokens is None else torch.tensor(tokens, dtype=torch.int32)
+            parcels = []
+        else:
+            choices = ubatch.choices[rows.start : rows.stop]
+            parcels = self._outlet.send(logits, rows, take, chosen, choices)
+        if ubatch.parcel is not None and chosen is not None:
+            assert self.feedback is not None
+            self.feedback.leave(ubatch.parcel, rows, chosen)
+        return parcels
+
+    def _chosen(self, logits: Tensor, choices: Sequence[Choice | None]) -> Tensor | None:
+        """Tokens int32 [n] where there are choices, on the device."""
+        if not any(choices):
+            return None
+        assert self._chooser is not None
+        return self._chooser.choose_among(logits, choices)
+
+    def _deliver(self, parcels: Sequence[Parcel]) -> Deliver | None:
         return None if self._outlet is None else self._outlet.deliver(parcels)
 
 

@@ -1,0 +1,102 @@
+"""Decode steps as CUDA graphs, on a stand-in that does again what was captured, in place."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+import gguf_pp
+from gguf_pp.backend import cuda
+from gguf_pp.quants.reference import SUPPORTED, dequantize
+from gguf_pp.triton import ops as device_ops
+from gguf_pp.triton.ops import DeviceOps
+from tests.cuda_graph import Capture
+from tests.cuda_now import Now
+from tests.quantized import random_raw
+
+PROMPTS = ["The", "A longer prompt, of several words", "x" * 100]
+GREEDY = {"max_tokens": 12, "temperature": 0.0}
+SEEDED = {"max_tokens": 12, "temperature": 0.9, "top_k": 7, "top_p": 0.9, "seed": 3}
+OPTIONS = {"kernels": "torch", "ctx_size": 256, "ubatch_size": 16, "exact": True}
+
+
+@pytest.fixture
+def now(monkeypatch):
+    now = Now()
+    monkeypatch.setattr(cuda, "open_cuda", partial(cuda.open_cuda, api=now))
+
+    class OnHost(DeviceOps):
+        def __init__(self, device, *, exact, is_torch_only):
+            super().__init__("cpu", exact=exact, is_torch_only=is_torch_only)
+
+    monkeypatch.setattr(device_ops, "DeviceOps", OnHost)
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations, for which threads only wait for each other
+    yield now
+    torch.set_num_threads(n_threads)
+
+
+def texts(model, devices, params, **options):
+    with gguf_pp.load(model, devices=devices, parallel=3, **{**OPTIONS, **options}) as llm:
+        return [c.ids for c in llm.generate_batch(PROMPTS, **params)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:0", "cpu"]])
+def test_replayed_steps_give_the_tokens_of_a_cpu(chat_model, now, devices, params):
+    assert texts(chat_model, devices, params) == texts(chat_model, ["cpu"], params)
+    assert now.log.count("replay") > 6 * sum("cuda" in name for name in devices)
+
+
+def test_a_step_is_captured_when_it_comes_for_the_second_time(chat_model, now):
+    texts(chat_model, ["cuda:0"], GREEDY)
+    assert 1 <= now.log.count("capture") < 6
+    assert now.log.index("capture") < now.log.index("replay")
+
+
+def test_what_cannot_be_captured_runs_kernel_by_kernel_and_is_told_once(chat_model, now, caplog):
+    now.fails_at, now.failing = 5, 100
+    caplog.set_level(logging.WARNING, "gguf_pp")
+    assert texts(chat_model, ["cuda:0"], GREEDY) == texts(chat_model, ["cpu"], GREEDY)
+    assert "replay" not in now.log
+    told = [m for m in caplog.messages if "without a CUDA graph" in m]
+    assert len(told) == 1
+    assert "out of memory" in told[0]
+
+
+def test_after_one_that_failed_others_are_captured(chat_model, now):
+    now.fails_at, now.failing = 5, 1
+    assert texts(chat_model, ["cuda:0"], GREEDY) == texts(chat_model, ["cpu"], GREEDY)
+    assert "replay" in now.log
+
+
+@pytest.mark.parametrize("type", sorted(SUPPORTED), ids=lambda type: type.name)
+def test_weights_of_every_type_are_dequantized_inside_a_graph(type):
+    raw = random_raw(type, 3, 512)
+    blocks, out = torch.from_numpy(raw.data.copy()), torch.empty(3, 512)
+    wanted = dequantize(blocks, type, out).clone()  # what is brought to a device once is there now
+    with Capture():
+        again = dequantize(blocks, type, torch.empty(3, 512))
+    torch.testing.assert_close(again, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_graphs_can_be_left_out(chat_model, now):
+    options = {"cuda_graphs": False}
+    assert texts(chat_model, ["cuda:0"], GREEDY, **options) == texts(chat_model, ["cpu"], GREEDY)
+    assert "capture" not in now.log
+
+
+def test_tokens_that_end_a_text_are_banned_on_the_device_too(chat_model, now):
+    first = texts(chat_model, ["cpu"], GREEDY)[0][0]
+
+    def without(device):
+        with gguf_pp.load(chat_model, devices=[device], **OPTIONS) as llm:
+            llm._engine.eog_ids = frozenset([first])
+            llm._engine.pipeline.set_ends([first])
+            return llm.generate(PROMPTS[0], **GREEDY, ignore_eos=True).completion().ids
+
+    ids = without("cuda:0")
+    assert len(ids) == GREEDY["max_tokens"]
+    assert first not in ids
+    assert ids == without("cpu")
