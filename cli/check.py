@@ -11,6 +11,14 @@ from .session import print_json
 from .tables import print_table, size
 
 
+def what_is_lent(name: str, n_threads: int, kernels: str, unusable: str | None) -> str:
+    """A device of a worker in a few words."""
+    if unusable:
+        return f"can be used no more: {unusable}"
+    threads = "" if name.startswith("cuda") else f"{n_threads} threads, "
+    return f"{threads}{kernels} kernels"
+
+
 def check(
     address: str,
     model: str | None,
@@ -42,7 +50,7 @@ def check(
     rows = [
         (
             device.name_there,
-            f"{device.n_threads} threads, {device.kernels} kernels",
+            what_is_lent(device.name_there, device.n_threads, device.kernels, device.unusable),
             size(device.total_bytes),
             size(device.free_bytes),
         )

@@ -16,7 +16,7 @@ from gguf_pp import config, fetch
 from gguf_pp.errors import ConfigError
 from gguf_pp.net import client_context, read_secret, server_context
 
-from .check import check
+from .check import check, what_is_lent
 from .console import Misuse, logs
 from .tables import print_table, size
 
@@ -38,7 +38,13 @@ class WorkerFlags:
     ] = 50052
     device: Annotated[
         str,
-        typer.Option("--device", "-dev", "-d", metavar="NAME,...", help="cpu, or cpu:0,cpu:1,..."),
+        typer.Option(
+            "--device",
+            "-dev",
+            "-d",
+            metavar="NAME,...",
+            help="cpu, cpu:0,cpu:1,... or cuda:0,cuda:1,...; a CUDA device may be named again.",
+        ),
     ] = "cpu"
     threads: Annotated[
         str | None,
@@ -55,10 +61,18 @@ class WorkerFlags:
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="RAM that all clients together may take.",
+            help="What all clients together may take: RAM, cuda:0=SIZE, or both.",
             show_default="what is available",
         ),
     ] = None
+    edge_copy: Annotated[
+        str,
+        typer.Option(
+            "--edge-copy",
+            metavar="auto|p2p|host",
+            help="How CUDA devices copy to each other; auto tries it first.",
+        ),
+    ] = "auto"
     model_dir: Annotated[
         list[Path] | None,
         typer.Option(
@@ -180,18 +194,25 @@ def _settings(flags: WorkerFlags) -> "WorkerConfig":
     from gguf_pp.worker.server import WorkerConfig
 
     asked = config.resolve(
-        config.Options(device=flags.device, threads=flags.threads, timeout=flags.timeout)
+        config.Options(
+            device=flags.device,
+            threads=flags.threads,
+            memory=flags.memory,
+            edge_copy=flags.edge_copy,
+            timeout=flags.timeout,
+        )
     )
     if [device for device in asked.devices if device.endpoint is not None]:
         raise ConfigError("a worker lends its own devices, not those of another")
     if (flags.tls_cert is None) != (flags.tls_key is None):
         raise Misuse("--tls-cert and --tls-key belong together")
-    memory = flags.memory
     return WorkerConfig(
         host=flags.host,
         port=flags.port,
         devices=asked.devices,
-        memory_bytes=None if memory is None else config.parse_bytes("--memory", memory),
+        memory_bytes=asked.memory_bytes,
+        cuda_bytes=asked.cuda_bytes,
+        edge_copy=asked.edge_copy,
         model_dirs=tuple(flags.model_dir or ()),
         cache_dir=flags.cache or fetch.default_cache_dir() / "worker",
         cache_bytes=config.parse_bytes("--cache-size", flags.cache_size),
@@ -210,12 +231,12 @@ def _show(host: "Worker") -> None:
     """Print what is lent, and where."""
     rows = [
         (
-            device["name"],
-            f"{device['n_threads']} threads, {device['kernels']} kernels",
-            size(device["total_bytes"]),
-            size(device["free_bytes"]),
+            lent["name"],
+            what_is_lent(lent["name"], lent["n_threads"], lent["kernels"], lent.get("unusable")),
+            size(lent["total_bytes"]),
+            size(lent["free_bytes"]),
         )
-        for device in host.lender.describe()
+        for lent in host.lender.describe()
     ]
     print_table(("device", "what", "total", "free"), rows, n_left=2)
     secret = "with a secret" if host.config.secret else "without a secret"

@@ -9,7 +9,7 @@ may block until a CPU or another machine is through.
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from gguf_pp.backend.base import Buffer, Event, Memory, OutOfMemory
 from gguf_pp.backend.cpu import CpuEvent, CpuStream, Mark
 from gguf_pp.backend.cuda_edges import Current, EdgeCopy, Mode, Pinned, choose_modes, copy_between
+from gguf_pp.backend.cuda_relay import Broke, PinnedBuffer, ignore, telling
 from gguf_pp.backend.host import share_cores
 from gguf_pp.config import Device
 from gguf_pp.errors import ConfigError
@@ -95,7 +96,7 @@ class CudaStream:
             # A thread may come to a wait for this record after the next one was queued: each has
             # its own event, or the two would wait for each other.
             raw, issued = self._cuda.Event(blocking=True), CpuEvent()
-            self._thread.run(partial(raw.record, self.raw))
+            self._issue(partial(raw.record, self.raw))
             self._thread.record(issued)
             event.mark = CudaMark(raw, issued)
             return
@@ -105,9 +106,13 @@ class CudaStream:
         mark.raw.record(self.raw)
 
     def copy(self, dst: Buffer, src: Buffer, n_rows: int) -> None:
-        """Queue a copy of the first `n_rows` rows of `src`, on this device, into `dst`, on any."""
-        assert isinstance(src, CudaBuffer)
-        self._issue(partial(self._copy, dst, src, n_rows))
+        """Queue a copy of the first `n_rows` rows of `src`, on this device, into `dst`, on any; or
+        from pinned memory to this device."""
+        if isinstance(src, PinnedBuffer) or isinstance(dst, PinnedBuffer):
+            self._issue(partial(self._copy_pinned, dst, src, n_rows))
+        else:
+            assert isinstance(src, CudaBuffer)
+            self._issue(partial(self._copy, dst, src, n_rows))
 
     def run(self, work: Callable[[], None]) -> None:
         """Launch `work` with this stream current, and its device."""
@@ -122,7 +127,7 @@ class CudaStream:
         if self._thread is None:
             work()
         else:
-            self._thread.run(work)
+            self._thread.run(partial(telling, self._backend.tell, work))
 
     def _join(self, mark: Mark) -> None:
         if isinstance(mark, CudaMark):
@@ -134,6 +139,10 @@ class CudaStream:
     def _launch(self, work: Callable[[], None]) -> None:
         with Current(self._cuda, self.raw), torch.inference_mode():
             work()
+
+    def _copy_pinned(self, dst: Buffer, src: Buffer, n_rows: int) -> None:
+        with Current(self._cuda, self.raw):
+            dst.tensor[:n_rows].copy_(src.tensor[:n_rows], non_blocking=True)
 
     def _copy(self, dst: Buffer, src: CudaBuffer, n_rows: int) -> None:
         rows = src.tensor[:n_rows]
@@ -197,7 +206,8 @@ class CudaBudget:
 
 class CudaBackend:
     """One CUDA device, or one of several virtual ones on it. `idle` is a stream that does nothing
-    but bring rows in. `hosted` is whether streams have a thread."""
+    but bring rows in. `hosted` is whether streams have a thread; `broke` hears of those that break.
+    """
 
     local = True
     n_threads = 1
@@ -218,6 +228,7 @@ class CudaBackend:
         self.api = api
         self.relative_speed = _relative_speed(api.cuda.get_device_properties(index))
         self.idle = self._raw_stream(compute=False)
+        self.broke: Broke = ignore
         self._budget = budget
         self._modes = modes
         self._staged = hosted or "host" in modes.values()
@@ -269,13 +280,26 @@ class CudaBackend:
         """Total and free bytes; virtual devices on one device share them."""
         return self._budget.memory()
 
+    def tell(self, exc: BaseException) -> None:
+        """A stream broke."""
+        self.broke(exc)
+
     def close(self) -> None:
-        """Wait for the device, and end threads."""
+        """Wait for this device's streams, and end threads.
+
+        Not for the whole device: that would spoil a graph that somebody else captures there.
+        """
         for stream in self._streams:
             stream.close()
+        for raw in (self.idle, *(stream.raw for stream in self._streams)):
+            with contextlib.suppress(RuntimeError):  # told before, where its work was waited for
+                raw.synchronize()
         self._streams.clear()
-        with contextlib.suppress(RuntimeError):  # told before, where the failed work was waited for
-            self.api.cuda.synchronize(self.index)
+
+
+def in_short(exc: RuntimeError) -> str:
+    """What went wrong, without torch's advice on where to look."""
+    return (str(exc).splitlines() or [type(exc).__name__])[0]
 
 
 def _relative_speed(properties: Any) -> float:
@@ -284,6 +308,55 @@ def _relative_speed(properties: Any) -> float:
     bus_bits = getattr(properties, "memory_bus_width", 0)
     bytes_per_s = 2 * 1000 * clock_khz * bus_bits / 8 or 1e10 * properties.multi_processor_count
     return float(bytes_per_s) / CORE_BYTES_PER_S
+
+
+class CudaSet:
+    """CUDA devices that this process uses, by index: how much memory each has, and how rows get
+    from one to another. They may be opened again and again."""
+
+    def __init__(
+        self,
+        indices: Iterable[int],
+        edges: Iterable[tuple[int, int]],
+        *,
+        edge_copy: EdgeCopy = "auto",
+        limit_bytes: Mapping[int, int] | None = None,
+        api: Any = torch,
+    ) -> None:
+        """`limit_bytes` caps what is taken of a device; `edges` are tried, both ways.
+
+        Raises ConfigError for a device that is not there, PlacementError if copies arrive damaged.
+        """
+        self.api = api
+        wanted, limits = set(indices), limit_bytes or {}
+        _require(api, wanted)
+        self.budgets = {i: CudaBudget(api, i, limits.get(i)) for i in sorted(wanted)}
+        self._modes = choose_modes(api, edges, edge_copy)
+        self._probes = {i: api.cuda.Stream(device=i) for i in self.budgets}
+
+    def open(
+        self, name: str, index: int, *, hosted: bool, budget: CudaBudget | None = None
+    ) -> CudaBackend:
+        """The device as one of a pipeline; `budget` instead of its own is what counts its bytes."""
+        own = budget or self.budgets[index]
+        return CudaBackend(name, index, own, modes=self._modes, hosted=hosted, api=self.api)
+
+    def relative_speed(self, index: int) -> float:
+        """As in Backend."""
+        return _relative_speed(self.api.cuda.get_device_properties(index))
+
+    def failure(self, index: int) -> str:
+        """Why this process can use a device no more, or "".
+
+        What goes wrong inside of a kernel is told by every later call, until the process ends: also
+        by a wait for a stream that is always idle, which spoils no capture, as one for the device
+        would.
+        """
+        try:
+            self._probes[index].synchronize()
+        except RuntimeError as exc:
+            return in_short(exc)
+        return ""
 
 
 def open_cuda(
@@ -299,14 +372,13 @@ def open_cuda(
     Raises ConfigError for a device that is not there, PlacementError if copies arrive damaged.
     """
     order = [device.index or 0 if device.kind == "cuda" else None for device in devices]
-    indices = {index for index in order if index is not None}
-    _require(api, indices)
+    cuda = [index for index in order if index is not None]
+    indices = set(cuda)
     edges = {(a, b) for a, b in pairwise(order) if a is not None and b is not None}
-    limits = limit_bytes or {}
-    budgets = {index: CudaBudget(api, index, limits.get(index)) for index in indices}
-    modes = choose_modes(api, edges, edge_copy)
+    edges |= set(zip(cuda[-1:], cuda[:1], strict=True))  # chosen tokens go back
+    here = CudaSet(indices, edges, edge_copy=edge_copy, limit_bytes=limit_bytes, api=api)
     return [
-        CudaBackend(device.name, index, budgets[index], modes=modes, hosted=None in order, api=api)
+        here.open(device.name, index, hosted=None in order)
         for device, index in zip(devices, order, strict=True)
         if index is not None
     ]

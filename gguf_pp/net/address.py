@@ -13,7 +13,7 @@ _FORM = re.compile(
     r"(?:\[(?P<v6>[^]]*)\]|(?P<name>[^/:]*)):(?P<port>[0-9]{1,5})(?:/(?P<device>.*))?"
 )
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_.])?")
-_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,3})?")
+_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?(#[0-9]{1,2})?")
 _SCHEMES = ("tcp://", "rpc://", "rpc:")
 
 

@@ -43,7 +43,8 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class LentDevice:
-    """A device of a worker. `name_there` is the worker's name for it, `pool` its memory's."""
+    """A device of a worker. `name_there` is the worker's name for it, `pool` its memory's.
+    `unusable` says why it does not lend it any more, or is empty."""
 
     name_there: str
     n_threads: int
@@ -52,6 +53,7 @@ class LentDevice:
     free_bytes: int
     pool: str
     kernels: str
+    unusable: str = ""
 
     @classmethod
     def read(cls, fields: Fields) -> "LentDevice":
@@ -64,6 +66,7 @@ class LentDevice:
             free_bytes=fields.integer("free_bytes"),
             pool=fields.text("pool", 64),
             kernels=fields.text("kernels", 16),
+            unusable=fields.text("unusable") if fields.has("unusable") else "",
         )
 
 

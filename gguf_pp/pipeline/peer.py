@@ -49,7 +49,13 @@ class RemoteDevice:
         )
 
     def memory(self) -> Memory:
-        """Total bytes, and those that were free when the worker was asked."""
+        """Total bytes, and those free when the worker was asked. Raises PlacementError for
+        a device that is lent no more."""
+        if self.lent.unusable:
+            raise PlacementError(
+                f"{self.name} can be used no more: {self.lent.unusable}",
+                hint="restart that worker, then try again",
+            )
         return self._memory
 
 
@@ -86,7 +92,7 @@ class Pending:
         if target is not None and self._early is not None:
             target[:] = self._early
 
-    def receive_logits(self, take: Callable[[Tensor, range], None]) -> None:
+    def receive_logits(self, take: Callable[[Tensor, range], object]) -> None:
         """Hand logits to `take` as they come, until the end. Raises what went wrong."""
         self._wanted.set()
         while (chunk := self._chunks.get()) is not None:

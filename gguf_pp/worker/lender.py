@@ -2,14 +2,18 @@
 
 import ctypes
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gguf_pp.backend.base import Backend
 from gguf_pp.backend.cpu import Budget, CpuBackend
 from gguf_pp.backend.host import share_cores
-from gguf_pp.config import Device
+from gguf_pp.config import Device, EdgeCopy
 from gguf_pp.native import kernels
+
+if TYPE_CHECKING:
+    from gguf_pp.worker.cuda import CudaLender, CudaLoan
 
 
 class Lease(Budget):
@@ -57,39 +61,97 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+class Loan:
+    """What one session has of the worker: devices that it opens, and memory."""
+
+    def __init__(self, lender: "Lender") -> None:
+        self._lender = lender
+        self._lease = Lease(lender.budget)
+        self._cuda: CudaLoan | None = None
+
+    def open(self, name: str) -> Backend:
+        """Open a device, for threads of its own. Raises PlacementError if it is broken."""
+        lender = self._lender
+        if name in lender.places:
+            cores, n_threads = lender.places[name]
+            return CpuBackend(name, cores, n_threads, self._lease)
+        return self._on_cuda().open(name)
+
+    def beside(self, backend: Backend) -> CpuBackend:
+        """Where the host keeps what goes to `backend` and comes from it: itself, if it is a CPU."""
+        return backend if isinstance(backend, CpuBackend) else self._on_cuda().relay(self._lease)
+
+    def inspect(self) -> str:
+        """Which of its devices can be used no more, and why; "" if all is well with them. Nobody
+        else gets those from now on."""
+        return "" if self._cuda is None else self._cuda.inspect()
+
+    def end(self, keep: Sequence[object] = ()) -> None:
+        """Give all memory back, unless devices are broken: then `keep` stays, for good."""
+        if self._cuda is not None and self._cuda.end(keep):
+            return
+        self._lease.end()
+
+    def _on_cuda(self) -> "CudaLoan":
+        if self._cuda is None:
+            assert self._lender.cuda is not None
+            self._cuda = self._lender.cuda.loan()
+        return self._cuda
+
+
 class Lender:
     """Devices by name. Every session computes on threads of its own, on the device's cores."""
 
-    def __init__(self, devices: Sequence[Device], memory_bytes: int | None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        memory_bytes: int | None,
+        cuda_bytes: Mapping[int, int] | None = None,
+        edge_copy: EdgeCopy = "auto",
+    ) -> None:
+        """`memory_bytes` caps the RAM, `cuda_bytes` CUDA devices by index.
+
+        Raises ConfigError for a device that is not there, PlacementError if copies between two of
+        them arrive damaged.
+        """
         self.budget = Budget(memory_bytes)
-        shares = share_cores(len(devices))
-        self._places = {
+        self.names = [device.name for device in devices]
+        cpus = [device for device in devices if device.kind == "cpu"]
+        shares = share_cores(max(1, len(cpus)))
+        self.places = {
             device.name: (cores, device.threads or len(cores))
-            for device, cores in zip(devices, shares, strict=True)
+            for device, cores in zip(cpus, shares, strict=False)
         }
+        self.cuda: CudaLender | None = None
+        if len(cpus) < len(devices):
+            from gguf_pp.worker import cuda  # only here: others need not load it
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the devices, in order."""
-        return list(self._places)
+            self.cuda = cuda.CudaLender(devices, cuda_bytes, edge_copy)
 
-    def lend(self, name: str, lease: Lease) -> CpuBackend:
-        """Open a device for a session."""
-        cores, n_threads = self._places[name]
-        return CpuBackend(name, cores, n_threads, lease)
+    def loan(self) -> Loan:
+        """For a new session."""
+        return Loan(self)
+
+    def tidy(self) -> None:
+        """Let other processes have what sessions that are over had of devices."""
+        if self.cuda is not None:
+            self.cuda.tidy()
 
     def describe(self) -> list[dict[str, Any]]:
         """The devices, for the answer to INFO."""
-        free = max(0, self.budget.limit_bytes - self.budget.used_bytes)
-        return [
-            {
-                "name": name,
-                "pool": "ram",
-                "total_bytes": self.budget.total_bytes,
-                "free_bytes": free,
-                "n_threads": n_threads,
-                "relative_speed": float(min(n_threads, len(cores))),
-                "kernels": "torch" if kernels("auto") is None else "native",
-            }
-            for name, (cores, n_threads) in self._places.items()
-        ]
+        return [self._describe(name) for name in self.names]
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        if name not in self.places:
+            assert self.cuda is not None
+            return self.cuda.describe(name)
+        cores, n_threads = self.places[name]
+        return {
+            "name": name,
+            "pool": "ram",
+            "total_bytes": self.budget.total_bytes,
+            "free_bytes": max(0, self.budget.limit_bytes - self.budget.used_bytes),
+            "n_threads": n_threads,
+            "relative_speed": float(min(n_threads, len(cores))),
+            "kernels": "torch" if kernels("auto") is None else "native",
+        }

@@ -3,7 +3,14 @@
 from typing import Any
 
 from gguf_pp.backend.base import OutOfMemory, is_out_of_memory
-from gguf_pp.errors import ConfigError, FormatError, GgufPpError, RemoteError, UnsupportedError
+from gguf_pp.errors import (
+    ConfigError,
+    FormatError,
+    GgufPpError,
+    PlacementError,
+    RemoteError,
+    UnsupportedError,
+)
 from gguf_pp.wire import ProtocolError
 
 _MAX_CHARS = 2000
@@ -13,6 +20,7 @@ _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (FormatError, "model"),
     (UnsupportedError, "model"),
     (ConfigError, "config"),
+    (PlacementError, "config"),
     (RemoteError, "unreachable"),
 )
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gguf_pp.config import Device
-from gguf_pp.errors import ConfigError, RemoteError
+from gguf_pp.config import CudaBytes, Device, EdgeCopy
+from gguf_pp.errors import RemoteError
 from gguf_pp.net import Agreed, Channel, Listener, dial, greet_server
 from gguf_pp.wire import ProtocolError
 from gguf_pp.worker.lender import Lender
@@ -24,6 +24,7 @@ QUIET_S = 0.5
 class WorkerConfig:
     """What a worker lends, to whom, and how it finds weights. Port 0 is any that is free.
 
+    `memory_bytes` caps the RAM, `cuda_bytes` CUDA devices, for all clients together.
     `secret` is asked of every client, and is needed to listen where other machines reach. `tls`
     encrypts; `tls_to` is how this worker connects to others that do.
     """
@@ -32,6 +33,8 @@ class WorkerConfig:
     port: int
     devices: tuple[Device, ...]
     memory_bytes: int | None = None
+    cuda_bytes: CudaBytes = ()
+    edge_copy: EdgeCopy = "auto"
     model_dirs: tuple[Path, ...] = ()
     cache_dir: Path | None = None
     cache_bytes: int = 0
@@ -47,13 +50,14 @@ class Worker:
     """Listens from construction on, serves from `start` to `close`; a host to its sessions."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises ConfigError where it cannot listen, or use a folder, or lend a device."""
-        if others := [device.name for device in config.devices if device.kind != "cpu"]:
-            raise ConfigError(f"a worker cannot lend {others[0]} yet", hint="lend cpu devices")
+        """Raises ConfigError where it cannot listen, or use a folder, or lend a device;
+        PlacementError where copies between two of them arrive damaged."""
         self.config = config
         self.timeout_s = config.timeout_s
         self.forwards = config.forwards
-        self.lender = Lender(config.devices, config.memory_bytes)
+        self.lender = Lender(
+            config.devices, config.memory_bytes, dict(config.cuda_bytes), config.edge_copy
+        )
         self.store = Store(config.model_dirs, config.cache_dir, config.cache_bytes)
         self._lock = threading.Condition()
         self._sessions: set[Session] = set()

@@ -38,7 +38,7 @@ from gguf_pp.wire import (
 )
 from gguf_pp.worker.declared import read_declared, read_identity, read_rung
 from gguf_pp.worker.host import Host
-from gguf_pp.worker.lender import Lease, trim
+from gguf_pp.worker.lender import trim
 from gguf_pp.worker.link import join
 from gguf_pp.worker.refusal import refusal, shown
 from gguf_pp.worker.store import StoredModel
@@ -59,7 +59,6 @@ class Session:
         self.peer = channel.peer
         self.work: Work | None = None
         self._host = host
-        self._lease = Lease(host.lender.budget)
         self._stored: StoredModel | None = None
         self._started_s = time.monotonic()
         self._requests: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
@@ -150,8 +149,9 @@ class Session:
         declared = read_declared(body, self._host.lender.names)
         self._host.admit(self)
         self._stored = self._host.store.open(declared.identity, declared.metadata, declared.tensors)
-        ways = Ways(self._send_on, self._send_logits, self._report, partial(self._grant, 1))
-        self.work = Work(declared, self._stored, self._host.lender, self._lease, ways)
+        again, broke = partial(self._grant, 1), partial(self._tell_lost, "device")
+        ways = Ways(self._send_on, self._send_logits, self._report, again, broke)
+        self.work = Work(declared, self._stored, self._host.lender.loan(), ways)
         stages = self.work.stages
         return {
             "missing": list(self._stored.missing),
@@ -184,6 +184,7 @@ class Session:
 
     def _release(self, body: Fields) -> dict[str, Any]:
         self._preparing().release()
+        trim()  # what failed to be allocated is still held by what it raised
         return {}
 
     def _load(self, body: Fields, id_: int) -> dict[str, Any]:
@@ -207,8 +208,7 @@ class Session:
             self._send(Verb.PROGRESS, id_, pack_json(progress))
 
         work.load(body.integer("n_ctx", 1, 1 << 30), step)
-        assert work.rung is not None
-        assert self._stored is not None
+        assert work.rung is not None and self._stored is not None
         log.info("%s: %s loaded from the %s", self.peer, self._what, self._stored.origin)
         self._grant(work.rung.n_copies)
         return {}
@@ -251,13 +251,13 @@ class Session:
         with self._lock:
             upstream, self._upstream = self._upstream, None
         if self._is_sealed and upstream is not None:
-            self._tell_lost(f"the link that brings its input is lost: {upstream.error}")
+            self._tell_lost("link", f"the link that brings its input is lost: {upstream.error}")
 
-    def _tell_lost(self, message: str) -> None:
-        """End the session, with a reason."""
+    def _tell_lost(self, kind: str, message: str) -> None:
+        """Have the client end the session, with a reason."""
         if self.error is None:
             log.warning("%s: %s", self.peer, message)
-            self._send(Verb.ERROR, 0, pack_json({"kind": "link", "message": message}))
+            self._send(Verb.ERROR, 0, pack_json({"kind": kind, "message": message}))
 
     def _link_out(self, body: Fields) -> dict[str, Any]:
         work = self._preparing()
@@ -268,7 +268,7 @@ class Session:
 
     def _link_lost(self, error: RemoteError) -> None:
         if self._link is not None:
-            self._tell_lost(f"the link is lost: {error}")
+            self._tell_lost("link", f"the link is lost: {error}")
 
     def payload_for(self, frame: Frame) -> memoryview:
         """As in net.Handler."""
@@ -391,10 +391,10 @@ class Session:
                 self.error,
             )
             self.work.close()
-        self._lease.end()
         self.work = self._upstream = self._feeds = None
         self._chunk = memoryview(b"")
         if self._stored is not None:
             self._stored.close()
             self._stored = None
             trim()
+            self._host.lender.tidy()
