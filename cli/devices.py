@@ -28,6 +28,9 @@ def devices(
     if cpu["why_not_native"]:
         print(f"no native kernels: {cpu['why_not_native']}")
     print(f"--device cpu is all {cpu['cores']} cores; cpu:0,cpu:1,... share them out evenly")
+    if gpus:
+        names = ",".join(gpu["name"] for gpu in gpus)
+        print(f"--device {names} is all GPUs; layers that do not fit there go to the CPU")
     print("--device tcp://host:port is what a worker lends: gguf-pp worker --check host:port")
 
 

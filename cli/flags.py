@@ -17,7 +17,7 @@ from gguf_pp.config import Options
 from .console import Misuse
 
 if TYPE_CHECKING:
-    from gguf_pp.api import SamplingOptions
+    from gguf_pp.sampling import SamplingOptions
 
 
 def flatten(command: Callable[..., None]) -> Callable[..., None]:
@@ -141,8 +141,9 @@ class EngineFlags:
             "--gpu-layers",
             "-ngl",
             metavar="N|auto|all",
-            help="Layers on GPUs, the last ones; those before them go to the CPU.",
-            show_default=False,
+            help="Layers on GPUs, the last ones; those before them go to the CPU. With auto those "
+            "that do not fit do.",
+            show_default="auto",
         ),
     ] = None
     n_copies: Annotated[
@@ -152,6 +153,16 @@ class EngineFlags:
             metavar="N|auto",
             parser=number_or_auto,
             help="Rotating input buffers per device, 1 to 16; 1 is not pipelined.",
+            show_default="auto",
+        ),
+    ] = None
+    run_ahead: Annotated[
+        int | None,
+        _place(
+            "--run-ahead",
+            metavar="N|auto",
+            parser=number_or_auto,
+            help="Decode steps queued before their tokens are known, 0 to 2.",
             show_default="auto",
         ),
     ] = None
@@ -188,6 +199,13 @@ class EngineFlags:
             help="How CUDA devices copy to each other: directly if that works, or through RAM.",
         ),
     ] = "auto"
+    cuda_graphs: Annotated[
+        bool,
+        _place(
+            "--cuda-graphs/--no-cuda-graphs",
+            help="Launch decode steps of CUDA devices whole, or kernel by kernel.",
+        ),
+    ] = True
     wire: Annotated[
         str, _remote("--wire", metavar="f32|f16", help="Hidden states on their way.")
     ] = "f32"
@@ -266,6 +284,7 @@ class EngineFlags:
             main_gpu=self.main_gpu,
             n_gpu_layers=self.n_gpu_layers,
             n_copies=self.n_copies,
+            run_ahead=self.run_ahead,
             ctx_size=ctx_size,
             batch_size=self.batch_size,
             ubatch_size=self.ubatch_size,
@@ -276,6 +295,7 @@ class EngineFlags:
             exact=self.exact,
             memory=self.memory,
             edge_copy=self.edge_copy,
+            cuda_graphs=self.cuda_graphs,
             rpc=self.rpc,
             wire=self.wire,
             timeout=self.timeout,

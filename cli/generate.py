@@ -10,7 +10,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gguf_pp.api import LLM, Completion, Generation, SamplingOptions
+    from gguf_pp.api import LLM, Completion, Generation
+    from gguf_pp.sampling import SamplingOptions
 
 log = logging.getLogger("gguf_pp")
 

@@ -89,8 +89,8 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
     """Find the split of the layers that is fastest on these devices.
 
     Times a few layers of each kind on every device, with real weights and on all devices at once,
-    and the head and the transfers; where a worker lends devices, the time that each takes in a run
-    with the default split. Of all contiguous splits that fit the memory it takes the one
+    and the head and the transfers; where a device is a GPU or a worker's, the time that each takes
+    in a run with the default split. Of all contiguous splits that fit the memory it takes the one
     whose slowest stage is fastest, and compares it with the default: predicted, then measured in
     rounds, in which both take turns. A difference that is within the noise counts for nothing: the
     prediction stands. The flags that it prints name every device of a worker.
@@ -101,7 +101,7 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
     if engine.tensor_split is not None or engine.layers is not None:
         raise Misuse("-ts and --layers are what tune finds", hint="leave them out")
     config = replace(resolve(engine.options()), n_slots=flags.parallel)
-    if len(config.devices) < 2 and not _lent(config):
+    if len(config.devices) < 2 and not _may_be_several(config):
         raise _nothing_to_split()
     with logs(verbose=engine.verbose):
         with progress(f"downloading {name}", in_bytes=True) as update:
@@ -115,9 +115,10 @@ def tune(engine: EngineFlags, flags: TuneFlags) -> None:
         _show(config, costs, outcomes)
 
 
-def _lent(config: "RuntimeConfig") -> bool:
-    """Whether a worker lends some of the devices, of which a name may mean several."""
-    return any(device.endpoint is not None for device in config.devices)
+def _may_be_several(config: "RuntimeConfig") -> bool:
+    """Whether a device is a worker's, of which a name may mean several, or -ngl may add the CPU."""
+    lent = any(device.endpoint is not None for device in config.devices)
+    return lent or config.n_gpu_layers is not None
 
 
 def _nothing_to_split() -> Misuse:
@@ -133,10 +134,11 @@ def _solve(
     from gguf_pp.probe import DEPTH, ModelProbe, PipelineProbe
 
     n_ctx = DEPTH + max(flags.n_prompt, _N_GEN) + 2
+    only_cpus = all(device.kind == "cpu" for device in config.devices)
     costs = []
     with (
         ModelFile.open(path, config.override_kv) as file,
-        closing((PipelineProbe if _lent(config) else ModelProbe)(file, config, n_ctx)) as probe,
+        closing((ModelProbe if only_cpus else PipelineProbe)(file, config, n_ctx)) as probe,
         progress("timing layers", in_bytes=False) as update,
     ):
         config = probe.config
@@ -204,7 +206,8 @@ def _verify(
 
 
 def _flags(config: "RuntimeConfig", layers: Sequence[int]) -> str:
-    flags = f"--device {','.join(d.name for d in config.devices)}"
+    # The second name of one device is for tables only.
+    flags = f"--device {','.join(d.name.partition('#')[0] for d in config.devices)}"
     flags += f" --layers {','.join(map(str, layers))}"
     threads = [d.threads for d in config.devices]
     return flags + (f" -t {','.join(map(str, threads))}" if threads[0] is not None else "")

@@ -21,7 +21,7 @@ from gguf_pp.config import Options, resolve
 from gguf_pp.errors import ConfigError, FormatError, TemplateError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.request import FinishReason, Request
-from gguf_pp.sampling import SamplingParams
+from gguf_pp.sampling import SamplingOptions, SamplingParams
 from gguf_pp.text import TextStream
 from gguf_pp.timeline import Lane, lanes_of
 from gguf_pp.tokenizer import Tokenizer
@@ -37,21 +37,6 @@ Prompt = str | Sequence[int]
 Progress = Callable[[int, int], None]
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of SamplingParams."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    repeat_last_n: int
-    frequency_penalty: float
-    presence_penalty: float
-    seed: int | None
-    ignore_eos: bool
-
-
 class LoadOptions(TypedDict, total=False):
     """Keyword arguments of config.Options, beside `device`."""
 
@@ -65,6 +50,7 @@ class LoadOptions(TypedDict, total=False):
     batch_size: int
     ubatch_size: int | None
     parallel: int
+    run_ahead: int | None
     cache_type_k: str
     cache_type_v: str
     threads: str | None
@@ -72,6 +58,7 @@ class LoadOptions(TypedDict, total=False):
     exact: bool
     memory: str | None
     edge_copy: str
+    cuda_graphs: bool
     override_kv: tuple[str, ...]
     rpc: str | None
     wire: str

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from gguf_pp.errors import ConfigError
 from gguf_pp.net.address import Endpoint, parse_endpoint
 
 MAX_COPIES = 16
+MAX_RUN_AHEAD = 2
 DEFAULT_UBATCH_SIZE = 512
 DEFAULT_COPIES = 2
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.5, 3600.0
@@ -20,6 +21,8 @@ Wire = Literal["f32", "f16"]
 CudaBytes = tuple[tuple[int, int], ...]
 """(index, bytes) of CUDA devices."""
 EdgeCopy = Literal["auto", "p2p", "host"]
+GpuLayers = int | Literal["auto"] | None
+"""Layers on GPUs: a number of them, as many as fit, or None for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,7 @@ class Options:
     batch_size: int = 2048
     ubatch_size: int | None = None
     parallel: int = 1
+    run_ahead: int | None = None
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     threads: str | None = None
@@ -45,6 +49,7 @@ class Options:
     exact: bool = False
     memory: str | None = None
     edge_copy: str = "auto"
+    cuda_graphs: bool = True
     override_kv: tuple[str, ...] = ()
     wire: str = "f32"
     timeout: float = 15.0
@@ -70,23 +75,26 @@ class RuntimeConfig:
     """Settings of one run, checked against each other. What only the model can settle stays
     open: `ctx_size` None is as much as fits, `shares` and `layers` None is a split by bytes,
     `ubatch_size` None is chosen per prompt. `n_gpu_layers` are the last ones, and those before them
-    go to the CPU; None is all. `memory_bytes` caps the RAM, `cuda_bytes` CUDA devices."""
+    go to the CPU. `run_ahead` are the decode steps that are queued before their tokens are known.
+    `memory_bytes` caps the RAM, `cuda_bytes` CUDA devices."""
 
     devices: tuple[Device, ...]
     shares: tuple[float, ...] | None
     layers: tuple[int, ...] | None
-    n_gpu_layers: int | None
+    n_gpu_layers: GpuLayers
     n_copies: int
     ctx_size: int | None
     batch_size: int
     ubatch_size: int | None
     n_slots: int
+    run_ahead: int
     kv_types: tuple[str, str]
     kernels: Kernels
     exact: bool
     memory_bytes: int | None
     cuda_bytes: CudaBytes
     edge_copy: EdgeCopy
+    cuda_graphs: bool
     override_kv: tuple[str, ...]
     wire: Wire
     timeout_s: float
@@ -118,17 +126,19 @@ def resolve(asked: Options) -> RuntimeConfig:
         batch_size=asked.batch_size,
         ubatch_size=asked.ubatch_size,
         n_slots=asked.parallel,
+        run_ahead=_run_ahead(asked.run_ahead, devices),
         kv_types=(
             _choice("--cache-type-k", asked.cache_type_k, ("f32", "f16")),
             _choice("--cache-type-v", asked.cache_type_v, ("f32", "f16")),
         ),
-        kernels=_kernels(asked.kernels),
+        kernels=cast(Kernels, _choice("--kernels", asked.kernels, ("auto", "native", "torch"))),
         exact=asked.exact,
         memory_bytes=memory_bytes,
         cuda_bytes=cuda_bytes,
-        edge_copy=_edge_copy(asked.edge_copy),
+        edge_copy=cast(EdgeCopy, _choice("--edge-copy", asked.edge_copy, ("auto", "p2p", "host"))),
+        cuda_graphs=asked.cuda_graphs,
         override_kv=asked.override_kv,
-        wire=_wire(asked.wire),
+        wire=cast(Wire, _choice("--wire", asked.wire, ("f32", "f16"))),
         timeout_s=_timeout(asked.timeout),
         secret_file=asked.secret_file,
         tls_ca=asked.tls_ca,
@@ -257,11 +267,6 @@ def _choice(
     return value
 
 
-def _kernels(value: str) -> Kernels:
-    _choice("--kernels", value, ("auto", "native", "torch"))
-    return value  # type: ignore[return-value]
-
-
 def _split(
     asked: Options, devices: tuple[Device, ...], notes: list[str]
 ) -> tuple[tuple[Device, ...], tuple[float, ...] | None, tuple[int, ...] | None]:
@@ -305,11 +310,10 @@ def _n_gpu_layers(
     devices: Sequence[Device],
     layers: Sequence[int] | None,
     notes: list[str],
-) -> int | None:
-    """The number of layers on GPUs, None if that is all of them, or not for -ngl to say."""
-    if value is None:
-        return None
-    if value not in ("auto", "all") and not re.fullmatch(r"-?\d{1,9}", value):
+) -> GpuLayers:
+    """The layers on GPUs, as many as fit unless -ngl says otherwise; None where it cannot say."""
+    asked = "auto" if value is None else value
+    if asked not in ("auto", "all") and not re.fullmatch(r"-?\d{1,9}", asked):
         raise ConfigError(f"-ngl {value!r} is not a number of layers, auto or all")
     why = ""
     if all(d.kind != "cuda" for d in devices):
@@ -318,9 +322,11 @@ def _n_gpu_layers(
         why = "there are others than GPUs among the devices"
     elif layers is not None:
         why = "--layers says what each device has"
-    if why:
+    if why and value is not None:
         notes.append(f"-ngl has no effect: {why}")
-    return None if why or value in ("auto", "all") or value.startswith("-") else int(value)
+    if why or asked == "all" or asked.startswith("-"):
+        return None
+    return "auto" if asked == "auto" else int(asked)
 
 
 def _with_threads(devices: tuple[Device, ...], threads: str | None) -> tuple[Device, ...]:
@@ -336,16 +342,6 @@ def _with_threads(devices: tuple[Device, ...], threads: str | None) -> tuple[Dev
     return tuple(replace(d, threads=n) for d, n in zip(devices, counts, strict=True))
 
 
-def _wire(value: str) -> Wire:
-    _choice("--wire", value, ("f32", "f16"))
-    return value  # type: ignore[return-value]
-
-
-def _edge_copy(value: str) -> EdgeCopy:
-    _choice("--edge-copy", value, ("auto", "p2p", "host"))
-    return value  # type: ignore[return-value]
-
-
 def _timeout(seconds: float) -> float:
     if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:  # NaN is neither
         raise ConfigError(
@@ -356,7 +352,7 @@ def _timeout(seconds: float) -> float:
 
 
 def _copies(
-    asked: int | None, devices: Sequence[Device], notes: list[str], n_gpu_layers: int | None
+    asked: int | None, devices: Sequence[Device], notes: list[str], n_gpu_layers: GpuLayers
 ) -> int:
     if asked is not None and not 1 <= asked <= MAX_COPIES:
         raise ConfigError(f"--n-copies cannot be {asked}", hint=f"1 to {MAX_COPIES}, or auto")
@@ -366,6 +362,16 @@ def _copies(
             notes.append(f"--n-copies {asked} has no effect: there is one device")
         return 1
     return DEFAULT_COPIES if asked is None else asked
+
+
+def _run_ahead(asked: int | None, devices: Sequence[Device]) -> int:
+    """As asked, else 1 where tokens are chosen on a CUDA device, which would idle meanwhile."""
+    if asked is None:
+        here = [device for device in devices if device.endpoint is None]
+        return int(bool(here) and here[-1].kind == "cuda")
+    if not 0 <= asked <= MAX_RUN_AHEAD:
+        raise ConfigError(f"--run-ahead cannot be {asked}", hint=f"0 to {MAX_RUN_AHEAD}, or auto")
+    return asked
 
 
 def _may_be_several(device: Device) -> bool:

@@ -1,5 +1,5 @@
-"""Times a real model on real devices, all devices at once: part by part where they are of this
-machine, in a pipeline where workers lend some."""
+"""Times a real model on real devices, all devices at once: part by part where all are CPUs of this
+machine, in a pipeline where some are not."""
 
 import statistics
 import time
@@ -19,18 +19,17 @@ from gguf_pp.backend.base import Backend, OutOfMemory
 from gguf_pp.backend.cpu import Budget, CpuBackend
 from gguf_pp.backend.open import open_devices
 from gguf_pp.batch import Span, UBatch
-from gguf_pp.config import RuntimeConfig, parse_devices
+from gguf_pp.config import RuntimeConfig
 from gguf_pp.errors import PlacementError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.ops import make_ops
 from gguf_pp.ops.base import LayerKV
 from gguf_pp.pipeline.build import Pipeline
-from gguf_pp.pipeline.devices import open_all
+from gguf_pp.pipeline.devices import look_at
 from gguf_pp.pipeline.groups import auto_ubatch_size
 from gguf_pp.pipeline.load import DeviceLoader
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung
 from gguf_pp.pipeline.placement import Device, fits, kv_bytes, measure, need_of, place
-from gguf_pp.pipeline.planned import PlannedDevice
 from gguf_pp.pipeline.remote import RemoteStage
 from gguf_pp.pipeline.split import Part, ends_of
 from gguf_pp.pipeline.stage import LayerStage, call
@@ -117,12 +116,13 @@ class _Probe:
             *[Part(range(0), embeds=True, heads=False)] * (i_device == i_embeds != 0),
             *[Part(range(0), embeds=False, heads=True)] * (i_device == i_heads != last),
         ]
-        needs = (need_of(self.config, self._model, self._sizes, part, rung) for part in parts)
-        return fits([self._places[i_device]], [sum(need.total for need in needs)])
+        place = self._places[i_device]
+        needs = (need_of(self.config, self._model, self._sizes, p, rung, place) for p in parts)
+        return fits([place], [sum(need.total for need in needs)])
 
 
 class ModelProbe(_Probe):
-    """A `tune.Probe` for devices of this machine.
+    """A `tune.Probe` for CPU devices of this machine.
 
     Weights are loaded for one measurement and dropped after it, so that a model which fits no
     single device can be timed.
@@ -244,28 +244,20 @@ class _Times:
 
 
 class PipelineProbe(_Probe):
-    """A `tune.Probe` for devices of which workers lend some.
+    """A `tune.Probe` for devices of which some are GPUs, or a worker's.
 
-    They are timed while a job runs over all of them, split by default: what a device takes for its
-    layers is divided among them by their bytes. `config` has a device for each that a name means.
+    They are timed, each by its own clock, while a job runs over all of them, split by default: what
+    a device takes for its layers is divided among them by their bytes. `config` has a device for
+    each that a name means, and the CPU where -ngl puts it.
     """
 
     def __init__(self, file: ModelFile, config: RuntimeConfig, n_ctx: int) -> None:
         """Load the model. Raises what Pipeline does."""
-        opened = open_all(config)
-        try:
-            places = [
-                PlannedDevice(d.name, d.relative_speed, d.memory(), "worker") for d in opened.all
-            ]
-        finally:
-            opened.close()
-        pairs = zip(opened.config.devices, places, strict=True)
-        named = [replace(parse_devices(p.name)[0], threads=d.threads) for d, p in pairs]
-        config = replace(opened.config, devices=tuple(named))
+        config, places = look_at(file, replace(config, ctx_size=n_ctx))
         super().__init__(file, config, n_ctx, places)
         self._split = self.default_split()
         self._times: dict[Job, _Times] = {}
-        loaded = replace(config, ctx_size=n_ctx, layers=tuple(map(len, self._split)))
+        loaded = replace(config, layers=tuple(map(len, self._split)))
         self._pipeline = Pipeline(file, loaded, lambda done, total: None)
         self._overhead_rows = max(stage.overhead_rows for stage in self._pipeline.stages)
 

@@ -58,6 +58,9 @@ class Event:
         with self.double.lock:
             self.sim.synchronize()
 
+    def query(self):
+        return self.sim.mark is not None and self.sim.mark.passed
+
     def elapsed_time(self, later):
         assert self.enable_timing and later.enable_timing
         return 1e3 * (later.sim.mark.time_s - self.sim.mark.time_s)

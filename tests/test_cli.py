@@ -129,6 +129,7 @@ BAD_VALUES = {
     "-sm none -mg 1": "-mg 1: there are 1 devices",
     "-ctk q4": "--cache-type-k cannot be 'q4'",
     "--n-copies 17": "--n-copies cannot be 17",
+    "--run-ahead 3": "--run-ahead cannot be 3",
     "-ub 0": "--ubatch-size cannot be 0",
     "-ub 512 -b 8": "exceeds --batch-size",
     "--memory lots": "is not a size",

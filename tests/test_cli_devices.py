@@ -85,6 +85,7 @@ def test_cuda_devices_are_listed_with_their_memory(capsys, monkeypatch):
         and line.rstrip().endswith("8192.0 MiB  1024.0 MiB")
         for line in lines
     )
+    assert any(line.startswith("--device cuda:0,cuda:1,cuda:2 is all GPUs") for line in lines)
 
 
 def test_no_cuda_is_an_empty_list(monkeypatch):

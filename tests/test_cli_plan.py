@@ -97,18 +97,19 @@ def test_waiting_and_the_schedule_are_shown_for_this_number_of_stages(capsys, ch
         ("-dev cpu", "there is one device"),
         ("-dev cpu:0,cpu:1 -sm none", "there is one device"),
         ("-dev cpu:0,cpu:1 --n-copies 1", "--n-copies 1"),
-        ("--memory cuda:0=32m,cuda:1=38m -ub 4096 -b 4096", "its buffers could not be allocated"),
+        ("--memory cuda:0=66m,cuda:1=71m -ub 4096 -b 4096", "its buffers could not be allocated"),
     ],
 )
 def test_the_condition_that_keeps_pipelining_off_is_named(capsys, chat_model, flags, why):
-    code, out, _ = plan(capsys, chat_model, *flags.split(), "-c", "64")
+    code, out, _ = plan(capsys, chat_model, *flags.split(), "-c", "64", "-ngl", "all")
     assert code == 0
     assert f"pipelining off: {why}" in out.splitlines()
     assert "schedule" not in out
 
 
 def test_what_is_less_than_asked_is_said(capsys, chat_model):
-    flags = ("--memory", "cuda:0=32m,cuda:1=38m", "-ub", "4096", "-b", "4096", "-c", "64")
+    flags = ("--memory", "cuda:0=66m,cuda:1=71m", "-ub", "4096", "-b", "4096", "-c", "64")
+    flags += ("-ngl", "all")
     _, out, _ = plan(capsys, chat_model, *flags)
     line = next(line for line in out.splitlines() if line.startswith("less than asked"))
     assert "n_copies 1 instead of 2, ubatch 2048 instead of 4096" in line
@@ -147,7 +148,8 @@ def test_json_agrees_with_what_a_run_says(capsys, chat_model):
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_a_model_that_fits_nowhere_ends_with_what_is_missing(capsys, chat_model, flags):
-    code, out, err = plan(capsys, chat_model, "--memory", "cuda:0=1m,cuda:1=32m", *flags)
+    memory = ("--memory", "cuda:0=34m,cuda:1=32m", "-ngl", "all")
+    code, out, err = plan(capsys, chat_model, *memory, *flags)
     assert code == 1
     assert "error: the model does not fit: cuda:1 lacks " in err
     assert "smaller quantization" in err
@@ -162,9 +164,50 @@ def test_a_model_that_fits_nowhere_ends_with_what_is_missing(capsys, chat_model,
 
 
 def test_one_device_with_room_is_pointed_at(capsys, chat_model):
-    code, _, err = plan(capsys, chat_model, "--memory", "cuda:0=1g,cuda:1=1m")
+    memory = ("--memory", "cuda:0=1g,cuda:1=1m")
+    code, _, err = plan(capsys, chat_model, *memory, "-ngl", "all")
     assert code == 1
     assert err.splitlines()[-1] == " hint: split another way: cuda:0 alone can hold it"
+
+
+@pytest.mark.parametrize(
+    ("ngl", "names", "layers"),
+    [
+        ("3", ["cpu", "cuda:0", "cuda:1"], [[0, 1], [1, 3], [3, 4]]),
+        ("0", ["cpu"], [[0, 4]]),
+        ("4", ["cuda:0", "cuda:1"], [[0, 2], [2, 4]]),
+        ("all", ["cuda:0", "cuda:1"], [[0, 2], [2, 4]]),
+        ("auto", ["cuda:0", "cuda:1"], [[0, 2], [2, 4]]),
+    ],
+)
+def test_layers_that_ngl_keeps_off_the_gpus_are_on_the_cpu_in_front(
+    capsys, chat_model, ngl, names, layers
+):
+    got = as_json(capsys, chat_model, "--memory", TWO_GPUS, "-ngl", ngl, "-c", "64")
+    assert [d["name"] for d in got["devices"]] == names
+    assert [d["layers"] for d in got["devices"]] == layers
+    assert got["devices"][0]["embedding_bytes"] > 0
+    assert got["pipeline"]["enabled"] is (len(names) > 1)
+
+
+def test_what_does_not_fit_the_gpus_is_planned_on_the_cpu_and_said(capsys, chat_model):
+    memory = ("--memory", "cuda:0=66800KiB,16GiB", "-dev", "cuda:0", "-ub", "16", "-c", "256")
+    code, out, err = plan(capsys, chat_model, *memory)
+    assert code == 0
+    cpu, gpu = rows(out, "device")
+    assert (cpu["device"], gpu["device"], gpu["free"]) == ("cpu", "cuda:0", "65.2 MiB")
+    assert cpu["free"] == "16.0 GiB"
+    assert (cpu["head"], gpu["embed"]) == ("0", "0")
+    n = int(gpu["layers"][-1]) - int(gpu["layers"][0]) + 1
+    assert f"warning: {n} of 4 layers fit the GPUs with a context of 256, " in err
+    assert float(gpu["total"].removesuffix(" MiB")) <= 65.2
+
+
+def test_a_card_without_room_leaves_the_model_to_the_cpu(capsys, chat_model):
+    code, out, err = plan(capsys, chat_model, "--memory", "cuda:0=1m,cuda:1=32m", "-c", "64")
+    assert code == 0
+    assert [row["device"] for row in rows(out, "device")] == ["cpu"]
+    assert "warning: no layer fits the GPUs with a context of 64, the CPU has all 4" in err
 
 
 BAD_FLAGS = {

@@ -10,6 +10,10 @@ import pytest
 from gguf_pp.cli import tune as tune_command
 from gguf_pp.cli.main import main
 from gguf_pp.cli.tune import Outcome, choose
+from tests import cuda_now
+from tests.test_cuda_pipeline import now
+
+__all__ = ["now"]
 
 TWO = ("--device", "cpu:0,cpu:1")
 SHORT = ("-p", "16", "--parallel", "2")
@@ -19,6 +23,7 @@ SHORT = ("-p", "16", "--parallel", "2")
 def hasty(monkeypatch):
     """Times every layer only a few times, and no more rounds than must be."""
     monkeypatch.setattr("gguf_pp.probe.MIN_SECONDS", 0.0)
+    monkeypatch.setattr("gguf_pp.probe._N_REMEMBERED", 4)
     monkeypatch.setattr(tune_command, "_N_GEN", 2)
     monkeypatch.setattr(tune_command, "_ENOUGH_S", 0.0)
 
@@ -81,6 +86,46 @@ def test_tune_as_json_has_costs_splits_and_flags(capsys, chat_model, hasty):
     assert sum(fastest["layers_per_device"]) == 4
     [speedup] = got["speedups"]
     assert (speedup["measured"], speedup["error"], speedup["clear"]) == (None, None, False)
+
+
+GPUS = ("--kernels", "torch", "--exact", "-p", "16", "--no-verify", "--json")
+
+
+@pytest.mark.parametrize(
+    ("device", "names"),
+    [
+        ("cuda:0,cuda:1", ["cuda:0", "cuda:1"]),
+        ("cuda:0,cuda:0", ["cuda:0", "cuda:0#2"]),
+        ("cpu,cuda:1", ["cpu", "cuda:1"]),
+    ],
+)
+def test_tune_times_cuda_devices_by_their_own_clocks(
+    capsys, chat_model, hasty, now, monkeypatch, device, names
+):
+    record = cuda_now.Event.record
+
+    def record_late(event, stream=None):
+        record(event, stream)
+        event.at_s *= 1e6  # no work takes so long by the clock of the host
+
+    monkeypatch.setattr(cuda_now.Event, "record", record_late)
+    assert main(["tune", chat_model, "--device", device, "--parallel", "2", *GPUS]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["devices"] == names
+    for job in got["jobs"]:
+        by_clock = [min(times) > 1.0 for times in job["layer_s"]]
+        assert by_clock == [name != "cpu" for name in names]
+    assert got["flags"].startswith(f"--device {device} --layers ")
+
+
+def test_tune_knows_the_layers_that_do_not_fit_a_cuda_device(capsys, chat_model, hasty, now):
+    memory = ("--memory", "cuda:0=66800KiB", "-ub", "16", "--parallel", "2")
+    assert main(["tune", chat_model, "--device", "cuda:0", *memory, *GPUS]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["devices"] == ["cpu", "cuda:0"]
+    n_cpu, n_gpu = got["splits"][0]["layers_per_device"]
+    assert n_cpu > 0 < n_gpu
+    assert got["flags"].startswith("--device cpu,cuda:0 --layers ")
 
 
 DEFAULT = Outcome("default", (2, 2), (10.0, 5.0))

@@ -184,12 +184,18 @@ def test_gpu_layers_are_accepted_and_said_to_have_no_effect(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "n"), [("99", 99), ("0", 0), ("-1", None), ("all", None), ("auto", None)]
+    ("value", "n"),
+    [("99", 99), ("0", 0), ("-1", None), ("all", None), ("auto", "auto"), (None, "auto")],
 )
 def test_gpu_layers_count_where_all_devices_are_gpus(value, n):
     config = resolve(Options(device="cuda:0", n_gpu_layers=value))
     assert (config.n_gpu_layers, config.notes) == (n, ())
     assert config.n_copies == (1 if n is None else 2)
+
+
+@pytest.mark.parametrize("others", [{}, {"device": "cuda:0,cpu"}, {"layers": "1"}])
+def test_where_gpu_layers_are_not_asked_for_nothing_is_said_of_them(others):
+    assert resolve(Options(**{"device": "cpu", **others})).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -281,6 +287,8 @@ def test_threads_that_fit_no_device_are_refused(text, says):
         ({"ubatch_size": 513, "batch_size": 512}, r"\(513\) exceeds --batch-size \(512\)"),
         ({"cache_type_k": "q8_0"}, "--cache-type-k cannot be 'q8_0'"),
         ({"cache_type_v": "f64"}, "--cache-type-v cannot be 'f64'"),
+        ({"run_ahead": -1}, "--run-ahead cannot be -1"),
+        ({"run_ahead": 3}, "--run-ahead cannot be 3"),
         ({"kernels": "cuda"}, "--kernels cannot be 'cuda'"),
         ({"edge_copy": "peer"}, "--edge-copy cannot be 'peer'"),
         ({"memory": "lots"}, "--memory 'lots' is not a size"),
@@ -289,6 +297,24 @@ def test_threads_that_fit_no_device_are_refused(text, says):
 def test_a_value_out_of_range_is_named_with_its_flag(flags, says):
     with pytest.raises(ConfigError, match=says):
         resolve(Options(**flags))
+
+
+@pytest.mark.parametrize(
+    ("device", "run_ahead"),
+    [
+        ("cpu", 0),
+        ("cpu:0,cpu:1", 0),
+        ("cuda:0", 1),
+        ("cpu,cuda:0", 1),
+        ("cuda:0,cpu", 0),
+        ("cuda:0,tcp://host:1", 1),
+        ("cpu,tcp://host:1/cuda:0", 0),
+        ("tcp://host:1", 0),
+    ],
+)
+def test_the_host_runs_ahead_where_the_last_device_here_is_a_cuda_device(device, run_ahead):
+    assert resolve(Options(device=device)).run_ahead == run_ahead
+    assert resolve(Options(device=device, run_ahead=2)).run_ahead == 2
 
 
 def test_a_context_of_0_is_as_much_as_fits():

@@ -191,6 +191,22 @@ def test_uploads_bring_what_was_there_when_they_were_sent(seed):
     assert double.world.races == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_are_gathered_and_their_memory_is_not_reused_before_it_was_copied(seed):
+    double = Double(seed=seed, copy_s=1.0)
+    uploads, seen = Uploads(double, 2, 24), []
+    pieces = torch.arange(5 * 12, dtype=torch.uint8).view(5, 2, 6)
+    for i in range(4):
+        out = double.empty((4, 6), dtype=torch.uint8, device="cuda:0")
+        uploads.send_pieces([pieces[i], pieces[i + 1]], out)
+        double.launch("use", [out], [], lambda out=out: seen.append(out.data.clone()))
+    double.synchronize()
+    for i, rows in enumerate(seen):
+        assert torch.equal(rows, torch.cat([pieces[i], pieces[i + 1]]))
+    assert double.world.races == []
+    assert [what for what, *_ in double.log].count("synchronize") == 4
+
+
 def test_the_host_waits_before_it_writes_to_pinned_memory_that_is_on_its_way(monkeypatch):
     double = Double()
     uploads = Uploads(double, 2, 64)
@@ -205,7 +221,7 @@ def test_the_host_waits_before_it_writes_to_pinned_memory_that_is_on_its_way(mon
 
 def test_what_lands_is_consumed_in_order_by_whoever_first_waits():
     double, got = Double(copy_s=0.3), []
-    landing = Landing(double, 3, 2, 2)
+    landing = Landing(double, 3, (2, 2), double.float32)
     parcels = []
     for i in range(5):
         rows = on_device(double, torch.full((1 + i % 2, 2), float(i)))
@@ -221,7 +237,7 @@ def test_what_lands_is_consumed_in_order_by_whoever_first_waits():
 
 def test_what_a_consumer_raises_is_raised_to_who_waits_for_that_parcel():
     double, got = Double(), []
-    landing = Landing(double, 1, 1, 1)
+    landing = Landing(double, 1, (1, 1), double.float32)
 
     def broken(rows):
         raise ZeroDivisionError

@@ -4,6 +4,7 @@ import ast
 import logging
 import subprocess
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,10 +15,15 @@ import gguf_pp
 from gguf_pp.backend import cuda
 from gguf_pp.backend.cuda_host import Landing
 from gguf_pp.batch import Span, UBatch
-from gguf_pp.errors import ConfigError, PlacementError
+from gguf_pp.config import Options
+from gguf_pp.errors import ConfigError, FormatError, PlacementError
+from gguf_pp.gguf import ModelFile
+from gguf_pp.pipeline.estimate import estimate
 from gguf_pp.pipeline.executor import Ticket
+from gguf_pp.pipeline.load import Stopped
 from gguf_pp.pipeline.outlet import ROWS, CudaOutlet
-from gguf_pp.pipeline.stage import _pick
+from gguf_pp.pipeline.planned import resolve
+from gguf_pp.pipeline.stage import LayerStage, _pick
 from gguf_pp.pipeline.stopwatch import CudaStopwatch
 from gguf_pp.triton import ops as device_ops
 from gguf_pp.triton.ops import DeviceOps
@@ -41,12 +47,16 @@ def now(monkeypatch):
     now = Now()
     monkeypatch.setattr(cuda, "open_cuda", partial(cuda.open_cuda, api=now))
 
-    def make(device, *, exact, is_torch_only):
-        now.log.append(f"ops on {device}")
-        return DeviceOps("cpu", exact=exact, is_torch_only=is_torch_only)
+    class OnHost(DeviceOps):
+        def __init__(self, device, *, exact, is_torch_only):
+            now.log.append(f"ops on {device}")
+            super().__init__("cpu", exact=exact, is_torch_only=is_torch_only)
 
-    monkeypatch.setattr(device_ops, "DeviceOps", make)
-    return now
+    monkeypatch.setattr(device_ops, "DeviceOps", OnHost)
+    n_threads = cuda.torch.get_num_threads()
+    cuda.torch.set_num_threads(1)  # stages compute in this thread, and there is little to compute
+    yield now
+    cuda.torch.set_num_threads(n_threads)
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +85,22 @@ def test_the_same_tokens_and_logits_come_out_wherever_layers_are(
 
 
 def test_virtual_devices_have_names_of_their_own_and_one_memory(chat_model, now):
-    options = {**OPTIONS, "devices": ["cuda:1", "cuda:1"], "memory": "cuda:1=64MiB"}
+    options = {**OPTIONS, "devices": ["cuda:1", "cuda:1"], "memory": "cuda:1=128MiB"}
     with gguf_pp.load(chat_model, **options) as llm:
         one, two = (stage.backend for stage in llm._pipeline.stages)
         assert (one.name, two.name) == ("cuda:1", "cuda:1#2")
         assert one.memory() == two.memory()
-        assert 0 < one.memory().free_bytes < 64 << 20
+        assert 0 < one.memory().free_bytes < 64 << 20  # each has room for products of its own
         assert [stage.kernels for stage in llm._pipeline.stages] == ["torch cpu"] * 2
 
 
 def test_what_does_not_fit_the_device_is_cut_down_or_told(chat_model, now):
-    options = {**OPTIONS, "devices": ["cuda:0"], "ctx_size": 0, "memory": "cuda:0=34MiB"}
+    options = {**OPTIONS, "devices": ["cuda:0"], "ctx_size": 0, "memory": "cuda:0=72MiB"}
     with gguf_pp.load(chat_model, **options) as llm:
         assert llm._engine.ctx_size < 1 << 16
+    options = {**options, "memory": "cuda:0=8MiB", "n_gpu_layers": "all"}
     with pytest.raises(PlacementError, match="the model does not fit"):
-        gguf_pp.load(chat_model, **{**options, "memory": "cuda:0=8MiB"})
+        gguf_pp.load(chat_model, **options)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +121,95 @@ def test_layers_beyond_ngl_go_to_the_cpu(chat_model, now, wanted, ngl, options, 
         assert [c.ids for c in llm.generate_batch(PROMPTS, **GREEDY)] == wanted[0]
 
 
+CARDS = [
+    ("cuda:0=1KiB", ["cuda:0"]),
+    ("cuda:0=66800KiB", ["cuda:0"]),
+    ("cuda:0=66900KiB", ["cuda:0"]),
+    ("cuda:0=33900KiB,cuda:1=66800KiB", ["cuda:0", "cuda:1"]),
+    ("cuda:0=1GiB", ["cuda:0"]),
+]
+
+
+@pytest.mark.parametrize(("memory", "devices"), CARDS, ids=[memory for memory, _ in CARDS])
+def test_as_many_layers_as_fit_go_to_cuda_devices_and_the_plan_knows_how_many(
+    chat_model, now, wanted, memory, devices, caplog
+):
+    options = {**OPTIONS, "devices": devices, "parallel": 3, "memory": memory}
+    planned = plan(chat_model, options)
+    caplog.clear()
+    with gguf_pp.load(chat_model, **options) as llm:
+        used = llm.devices()
+        assert [c.ids for c in llm.generate_batch(PROMPTS, **GREEDY)] == wanted[0]
+    stages = {s.device.name: s for s in planned.stages}
+    assert {u.name: u.layers for u in used} == {
+        name: (s.layers.start, s.layers.stop) for name, s in stages.items()
+    }
+    for use in used:
+        need = stages[use.name].need
+        assert (use.weight_bytes, use.kv_bytes) == (need.weights, need.kv)
+        assert use.buffer_bytes == need.copies + need.scratch
+    assert planned.fits
+    said = [m for m in caplog.messages if "the CPU has" in m]
+    assert said == [note for note in planned.notes if "the CPU has" in note]
+    assert len(said) == ("cpu" in stages)
+
+
+def plan(path, options):
+    settings = {"ctx_size": options["ctx_size"], "ubatch_size": options["ubatch_size"]}
+    settings |= {"parallel": options["parallel"], "memory": options["memory"]}
+    with ModelFile.open(path) as file:
+        return estimate(file, *resolve(Options(device=",".join(options["devices"]), **settings)))
+
+
+def test_a_plan_looks_at_devices_that_are_here(chat_model, now):
+    options = {**OPTIONS, "devices": ["cuda:0", "cuda:1"], "parallel": 1, "memory": "cuda:1=1GiB"}
+    with pytest.raises(ConfigError, match=r"'cuda:7'.*its memory is not known"):
+        plan(chat_model, {**options, "devices": ["cuda:7"], "memory": None})
+    first, second = plan(chat_model, options).stages
+    with gguf_pp.load(chat_model, **{**OPTIONS, "devices": ["cuda:0"]}) as llm:
+        (use,) = llm.devices()
+        taken = use.weight_bytes + use.kv_bytes + use.buffer_bytes
+        assert first.device.room.free_bytes == pytest.approx(use.free_bytes + taken, abs=1 << 16)
+    assert (first.device.source, second.device.source) == ("here", "flag")
+    assert second.device.room.free_bytes == 1 << 30
+
+
+def test_stages_on_cuda_devices_load_at_the_same_time(chat_model, now, monkeypatch):
+    both, load = threading.Barrier(2, timeout=30), LayerStage.load_weights
+
+    def meet(stage, loader):
+        both.wait()
+        load(stage, loader)
+
+    monkeypatch.setattr(LayerStage, "load_weights", meet)
+    done = []
+    options = {**OPTIONS, "devices": ["cuda:0", "cuda:1"]}
+    with gguf_pp.load(chat_model, **options, progress=lambda *so_far: done.append(so_far)):
+        assert done == sorted(done)
+        assert done[-1][0] == done[-1][1]
+
+
+def test_where_one_stage_cannot_load_the_others_stop(chat_model, now, monkeypatch):
+    failed, stopped = threading.Event(), []
+
+    def fail_second(stage, loader):
+        if stage.name == "cuda:1":
+            failed.set()
+            raise FormatError("a broken tensor")
+        failed.wait()
+        try:
+            for _ in range(20_000):
+                loader.vector("blk.0.attn_norm.weight", 32)
+        except Stopped:
+            stopped.append(stage.name)
+            raise
+
+    monkeypatch.setattr(LayerStage, "load_weights", fail_second)
+    with pytest.raises(FormatError, match="a broken tensor"):
+        gguf_pp.load(chat_model, **OPTIONS, devices=["cuda:0", "cuda:1"])
+    assert stopped == ["cuda:0"]
+
+
 def test_that_it_has_not_run_on_hardware_is_said_once(chat_model, now, caplog):
     caplog.set_level(logging.WARNING, "gguf_pp")
     gguf_pp.load(chat_model, **OPTIONS, devices=["cuda:0", "cuda:1"]).close()
@@ -124,10 +224,20 @@ def test_a_device_that_is_not_there_is_named(chat_model, now):
         gguf_pp.load(chat_model, **OPTIONS, devices=["cuda:0"])
 
 
+class Broken:
+    """A sampler that wants to see logits, and fails."""
+
+    def choice(self):
+        return None
+
+    def __call__(self, logits):
+        return 1 / 0
+
+
 def test_a_sampler_that_fails_fails_its_own_request_only(chat_model, now, monkeypatch):
     with gguf_pp.load(chat_model, **OPTIONS, devices=["cuda:0"], parallel=2) as llm:
         bad = llm.generate("The", **GREEDY)
-        bad._request.sampler = lambda values: 1 / 0
+        bad._request.sampler = Broken()
         with pytest.raises(ZeroDivisionError):
             bad.completion()
         assert len(llm.generate("The", **GREEDY).completion().ids) == GREEDY["max_tokens"]
@@ -195,7 +305,7 @@ def ticket(done=None):
 def test_who_is_interrupted_while_waiting_may_wait_again():
     api = Now()
     api.cuda.Event = lambda **kwargs: Interrupted(2)
-    landing, got = Landing(api, 2, 1, 3), []
+    landing, got = Landing(api, 2, (1, 3), api.float32), []
     parcel = landing.send(random(1), lambda rows: got.append(rows.tolist()))
     waiting = ticket(Interrupted(1))
     waiting.deliver = partial(landing.deliver, parcel)
@@ -209,7 +319,9 @@ def test_who_is_interrupted_while_waiting_may_wait_again():
 def test_what_was_opened_is_not_consumed_again():
     # The host may be interrupted between opening a parcel and forgetting it.
     got = []
-    parcel = Landing(Now(), 2, 1, 3).send(random(1), lambda rows: got.append(len(rows)))
+    parcel = Landing(Now(), 2, (1, 3), Now.float32).send(
+        random(1), lambda rows: got.append(len(rows))
+    )
     parcel.open()
     parcel.open()
     assert got == [1]

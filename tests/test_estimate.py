@@ -166,7 +166,9 @@ def test_a_device_with_a_share_of_0_is_not_planned(chat_model):
 
 
 def test_what_does_not_fit_as_split_may_fit_one_device_alone(chat_model):
-    plan = planned(chat_model, memory="cuda:0=1g,cuda:1=1m", ctx_size=64)
+    flags = {"memory": "cuda:0=1g,cuda:1=1m", "ctx_size": 64}
+    assert [s.device.name for s in planned(chat_model, **flags).stages] == ["cuda:0"]
+    plan = planned(chat_model, n_gpu_layers="all", **flags)
     assert not plan.fits
     assert plan.alone == ("cuda:0",)
     assert [pool.margin_bytes < 0 for pool in plan.pools] == [False, True]

@@ -52,6 +52,7 @@ TORCH_FREE = (
     "gguf_pp.models.llama",
     "gguf_pp.pipeline.estimate",
     "gguf_pp.pipeline.groups",
+    "gguf_pp.pipeline.offload",
     "gguf_pp.pipeline.plan",
     "gguf_pp.pipeline.split",
 )

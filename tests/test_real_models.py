@@ -108,6 +108,19 @@ def test_greedy_text_equals_llama_cpp(name):
 
 
 @needs_native
+def test_text_does_not_depend_on_how_far_the_host_runs_ahead():
+    prompts = [case["prompt_ids"] for case in GOLDEN["smollm2-135m"]["exact"]["greedy"]]
+    texts = []
+    for devices, run_ahead in ((["cpu"], 0), (["cpu"], 1), (["cpu:0", "cpu:1"], 2)):
+        options = {"ctx_size": 256, "parallel": 3, "run_ahead": run_ahead}
+        with gguf_pp.load(model("smollm2-135m"), devices, **options) as llm:
+            greedy = llm.generate_batch(prompts, max_tokens=16, temperature=0)
+            drawn = llm.generate_batch(prompts, max_tokens=16, seed=3, repeat_penalty=1.1)
+            texts.append([completion.ids for completion in (*greedy, *drawn)])
+    assert texts[0] == texts[1] == texts[2]
+
+
+@needs_native
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_bits_do_not_depend_on_devices_copies_or_ubatches(name, exact):

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol
 
 Kind = Literal["compute", "transfer", "host"]
 
@@ -28,16 +29,38 @@ class Slice:
     end_s: float = 0.0
 
 
+class DeviceClock(Protocol):
+    """Tells when a device came to what the host only queues there."""
+
+    def note(self, tell: Callable[[float], None]) -> None:
+        """Have `tell` called, at a later `settle`, with the time at which the current stream comes
+        here."""
+        ...
+
+    def settle(self, clock: Callable[[], float]) -> None:
+        """Tell what has passed, in seconds of the host's `clock`."""
+        ...
+
+
 class Trace:
     """Slices in the order in which they were queued, while `enabled`.
 
-    A slice belongs to the stream that runs it until it has ended; the list to the host.
+    A slice belongs to the stream that runs it until it has ended; the list to the host. `clocks`
+    are those of stages, by index, whose work is only launched when its stream's turn has come.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.enabled = False
-        self.slices: list[Slice] = []
+        self.clocks: dict[int, DeviceClock] = {}
+        self._slices: list[Slice] = []
         self._clock = clock
+
+    @property
+    def slices(self) -> list[Slice]:
+        """All slices, with the times that are known by now; 0 are those that are not."""
+        for clock in self.clocks.values():
+            clock.settle(self._clock)
+        return self._slices
 
     def open(
         self, kind: Kind, i_stage: int, i_ubatch: int, i_copy: int, n_rows: int
@@ -46,13 +69,20 @@ class Trace:
         if not self.enabled:
             return None
         piece = Slice(kind, i_stage, i_ubatch, i_copy, n_rows, self._clock())
-        self.slices.append(piece)
+        self._slices.append(piece)
         return piece
 
     def start(self, piece: Slice) -> None:
         """Its work begins now."""
-        piece.start_s = self._clock()
+        self._note(piece, "start_s")
 
     def end(self, piece: Slice) -> None:
         """Its work is done now."""
-        piece.end_s = self._clock()
+        self._note(piece, "end_s")
+
+    def _note(self, piece: Slice, name: Literal["start_s", "end_s"]) -> None:
+        clock = self.clocks.get(piece.i_stage)
+        if clock is None:
+            setattr(piece, name, self._clock())
+        else:
+            clock.note(partial(setattr, piece, name))

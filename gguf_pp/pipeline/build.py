@@ -1,9 +1,8 @@
 """From a file and settings to stages that are ready to run."""
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
 
@@ -17,20 +16,24 @@ from gguf_pp.errors import PlacementError, RemoteError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.gguf.identity import identity_of
 from gguf_pp.ops.base import Ops
-from gguf_pp.pipeline.devices import offloaded, open_all
+from gguf_pp.pipeline.devices import open_all
 from gguf_pp.pipeline.executor import Executor
-from gguf_pp.pipeline.kinds import make_ops_on
-from gguf_pp.pipeline.load import DeviceLoader
+from gguf_pp.pipeline.feedback import Feedback
+from gguf_pp.pipeline.kinds import make_clock, make_ops_on
+from gguf_pp.pipeline.load import DeviceLoader, Reading
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, climb_down, rungs
+from gguf_pp.pipeline.offload import offloaded
 from gguf_pp.pipeline.peer import RemoteDevice
 from gguf_pp.pipeline.placement import (
     Sizes,
     fitting_context,
     kv_bytes,
     measure,
+    n_parcels,
     place,
     why_not_pipelined,
 )
+from gguf_pp.pipeline.planned import cuda_here
 from gguf_pp.pipeline.remote import RemoteStage
 from gguf_pp.pipeline.split import Part, parts_of
 from gguf_pp.pipeline.stage import DeviceUse, LayerStage, call
@@ -54,12 +57,17 @@ class Pipeline:
         file.require_model()
         self.model = arch.build(file.metadata)
         self.stages: list[LayerStage | RemoteStage] = []
+        self.feedback: Feedback | None = None
         self._file = file
         self._warn_of_long_context(config)
-        self._devices = open_all(offloaded(config, self.model.hp.n_layers))
+        sizes = measure(file, self.model, config.ctx_size or self.model.hp.n_ctx_train)
+        settled = offloaded(config, self.model, sizes, partial(cuda_here, config))
+        for note in settled.notes[len(config.notes) :]:
+            log.warning("%s", note)
+        self._devices = open_all(settled)
         self.config = self._devices.config
         try:
-            self._load(progress)
+            self._load(sizes, progress)
         except BaseException:
             self.close()
             raise
@@ -69,10 +77,9 @@ class Pipeline:
         if asked is not None and asked > train:
             log.warning("the context of %d exceeds the %d the model was trained for", asked, train)
 
-    def _load(self, progress: Callable[[int, int], None]) -> None:
+    def _load(self, sizes: Sizes, progress: Callable[[int, int], None]) -> None:
         config, model, file, devices = self.config, self.model, self._file, self._devices.all
         hp = model.hp
-        sizes = measure(file, model, config.ctx_size or hp.n_ctx_train)
         self.n_vocab = file.tensors["token_embd.weight"].shape[0]
         if unused := sorted(set(file.tensors) - sizes.names):
             log.warning("%d tensors are not used, such as %s", len(unused), unused[0])
@@ -81,6 +88,8 @@ class Pipeline:
         parts = parts_of(layers, [device.local for device in devices])
         n_ctx = config.ctx_size or fitting_context(config, model, sizes, parts, devices)
         self.stages = self._make_stages(parts)
+        self.depth = len(layers)
+        self._make_feedback()
         self._reserve_weights(sizes)
         asked = Rung(config.n_copies, config.max_ubatch_size, n_ctx)
         self.rung, _ = climb_down(
@@ -88,9 +97,11 @@ class Pipeline:
         )
         # Last: it takes longest, and rotation tables have the size of the context that was had.
         self._load_weights(self.stages, progress)
-        self.depth = len(layers)
+        for i, stage in enumerate(self.stages):
+            if (clock := make_clock(stage.backend)) is not None:
+                self.trace.clocks[i] = clock
         self.reason = why_not_pipelined(config, self.depth, self.rung.n_copies)
-        self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
+        self.executor = self._make_executor()
         if self.reason:
             log.info("pipeline parallelism off: %s", self.reason)
         else:
@@ -111,7 +122,9 @@ class Pipeline:
             elif device is not None:
                 assert part is not None
                 make = partial(self._ops, device)
-                stages.append(LayerStage(len(stages), device, make, self.model, part))
+                stage = LayerStage(len(stages), device, make, self.model, part)
+                stage.uses_graphs = self.config.cuda_graphs
+                stages.append(stage)
         return stages
 
     def _remote_stage(
@@ -121,6 +134,35 @@ class Pipeline:
         here = CpuBackend(f"tcp://{peer.endpoint.peer}", share_cores(1)[0], 1, self._devices.budget)
         self._devices.relays.append(here)
         return RemoteStage(i_stage, peer, places, self.model, self.config, here)
+
+    def _make_feedback(self) -> None:
+        """The way of tokens from the last stage to the first, if the host is to run ahead."""
+        first, last = self.stages[0], self.stages[-1]
+        if not self.config.run_ahead or (self.depth == 1 and len(self.stages) > 1):
+            return
+        if not (isinstance(first, LayerStage) and isinstance(last, LayerStage)):
+            return
+        stream = last.compute
+        if not isinstance(last.backend, CpuBackend):  # whose streams are threads, slow to meet
+            stream = last.backend.stream("feedback")
+        self.feedback = Feedback(first, last, stream, self.n_vocab)
+        first.feedback = last.feedback = self.feedback
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the last device chooses tokens, where UBatch.choices say how."""
+        last = self.stages[-1]
+        return isinstance(last, LayerStage) and last.chooses
+
+    def set_ends(self, ids: Sequence[int]) -> None:
+        """Name the tokens that end a text, for choices that ban them."""
+        last = self.stages[-1]
+        if isinstance(last, LayerStage):
+            last.set_ends(ids)
+
+    def parcels(self) -> list[int]:
+        """Numbers of the parcels there are for UBatch.parcel; none if the host cannot run ahead."""
+        return [] if self.feedback is None else [*range(len(self.feedback.parcels))]
 
     @property
     def remote_stages(self) -> list[RemoteStage]:
@@ -169,31 +211,26 @@ class Pipeline:
         self, stages: Sequence[LayerStage | RemoteStage], progress: Callable[[int, int], None]
     ) -> None:
         """All devices read their part at the same time."""
-        total = sum(stage.weight_bytes for stage in stages)
-        done = 0
-        lock = threading.Lock()
-
-        def step(n_bytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += n_bytes
-                progress(min(done, total), total)
-
-        n_ctx = self.rung.ctx_size
-        loaders: dict[str, tuple[LayerStage, DeviceLoader]] = {}
-        futures: list[Future[None]] = []
+        file, n_ctx = self._file, self.rung.ctx_size
+        reading = Reading(sum(stage.weight_bytes for stage in stages), progress)
+        by_device: dict[str, list[LayerStage]] = {}
         for stage in stages:
-            if isinstance(stage, RemoteStage):
-                load = partial(stage.load_weights, self._file, n_ctx, step)
-                futures.append(call(stage.compute, load))
-                continue
-            # Both ends of the model on one device may be the same matrix: they share a loader.
-            own = stage, DeviceLoader(self._file, n_ctx, stage.ops, step)
-            owner, loader = loaders.setdefault(stage.name, own)
-            futures.append(call(owner.compute, partial(stage.load_weights, loader)))
+            if isinstance(stage, LayerStage):
+                by_device.setdefault(stage.name, []).append(stage)
         try:
-            for future in futures:
-                future.result()
+            # Threads of their own: a CUDA stream without one computes in that of its caller.
+            with ThreadPoolExecutor(len(by_device) or 1) as pool, reading:
+                futures = [
+                    call(s.compute, partial(s.load_weights, file, n_ctx, reading.count))
+                    for s in stages
+                    if isinstance(s, RemoteStage)
+                ]
+                for mine in by_device.values():
+                    # Both ends of the model on one device may be the same matrix.
+                    loader = DeviceLoader(file, n_ctx, mine[0].ops, reading.step)
+                    futures.append(pool.submit(_load_on_one_device, mine, loader))
+                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                    future.result()
         except Exception as exc:
             if not is_out_of_memory(exc):
                 raise
@@ -201,15 +238,20 @@ class Pipeline:
                 f"there was no memory for weights that should have fitted: {exc}",
                 hint="use a smaller context (-c), or leave more free with --memory",
             ) from exc
-        for owner, _ in loaders.values():
-            owner.settle()
+        for mine in by_device.values():
+            mine[0].settle()
 
     def _allocate(self, rung: Rung) -> bool:
         for stage in self.stages:
             stage.allocate(rung, self.config.n_slots, self.config.kv_types)
+        if self.feedback is not None:
+            n = n_parcels(self.config, self.depth, rung.n_copies)
+            self.feedback.allocate(n, self.config.n_slots)
         return True
 
     def _release(self) -> None:
+        if self.feedback is not None:
+            self.feedback.release()
         for stage in self.stages:
             stage.release()
 
@@ -233,7 +275,10 @@ class Pipeline:
             for stage in self.remote_stages:  # half made it is still lost
                 stage.peer.close()
             raise
-        self.executor = Executor(self.stages, self.trace, pipelined=not self.reason)
+        self.executor = self._make_executor()
+
+    def _make_executor(self) -> Executor:
+        return Executor(self.stages, self.trace, pipelined=not self.reason, feedback=self.feedback)
 
     def _reopen(self) -> None:
         for stage in self.remote_stages:
@@ -251,6 +296,11 @@ class Pipeline:
         """Stop the devices' threads, leave the workers, and drop weights and buffers."""
         self._devices.close()
         self.stages = []
+
+
+def _load_on_one_device(stages: Sequence[LayerStage], loader: DeviceLoader) -> None:
+    for stage in stages:
+        call(stages[0].compute, partial(stage.load_weights, loader)).result()
 
 
 def _too_large(exc: OutOfMemory, layers: range) -> PlacementError:

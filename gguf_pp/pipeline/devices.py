@@ -1,14 +1,19 @@
 """The devices of a run, opened: those of this machine, and those that workers lend."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from gguf_pp import arch
 from gguf_pp.backend.base import Backend
 from gguf_pp.backend.cpu import Budget
 from gguf_pp.backend.open import open_pipeline
-from gguf_pp.config import Device, RuntimeConfig
+from gguf_pp.config import Device, RuntimeConfig, parse_devices
+from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.lent import chosen, expanded
+from gguf_pp.pipeline.offload import offloaded
 from gguf_pp.pipeline.peer import Peer, RemoteDevice
-from gguf_pp.pipeline.split import split_by_shares
+from gguf_pp.pipeline.placement import measure
+from gguf_pp.pipeline.planned import PlannedDevice, cuda_here
 
 
 @dataclass(slots=True)
@@ -62,18 +67,23 @@ def open_all(config: RuntimeConfig) -> Devices:
     return Devices(expanded_config, devices, budget, peers)
 
 
-def offloaded(config: RuntimeConfig, n_layers: int) -> RuntimeConfig:
-    """Put the CPU in front, for the layers of a model that -ngl keeps off the GPUs."""
-    n_gpu_layers = config.n_gpu_layers
-    if n_gpu_layers is None or n_gpu_layers >= n_layers:
-        return config
-    cpu = Device("cpu", "cpu", threads=config.devices[0].threads)
-    if n_gpu_layers == 0:
-        return replace(config, devices=(cpu,), shares=None)
-    shares = config.shares or [1.0] * len(config.devices)
-    on_gpus = [len(part) for part in split_by_shares(n_gpu_layers, shares)]
-    layers = (n_layers - n_gpu_layers, *on_gpus)
-    return replace(config, devices=(cpu, *config.devices), shares=None, layers=layers)
+def look_at(file: ModelFile, config: RuntimeConfig) -> tuple[RuntimeConfig, list[PlannedDevice]]:
+    """The devices that a run of a model has, -ngl settled: the configuration with each by name, and
+    what it has free. They are opened and closed again. Raises what `open_all` does, FormatError and
+    UnsupportedError."""
+    file.require_model()
+    model = arch.build(file.metadata)
+    sizes = measure(file, model, config.ctx_size or model.hp.n_ctx_train)
+    opened = open_all(offloaded(config, model, sizes, partial(cuda_here, config)))
+    try:
+        found = [PlannedDevice(d.name, d.relative_speed, d.memory(), "worker") for d in opened.all]
+    finally:
+        opened.close()
+    named = [
+        d if d.endpoint is None else replace(parse_devices(place.name)[0], threads=d.threads)
+        for d, place in zip(opened.config.devices, found, strict=True)
+    ]
+    return replace(opened.config, devices=tuple(named)), found
 
 
 def _same_worker(before: Device | None, device: Device) -> bool:

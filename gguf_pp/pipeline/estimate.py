@@ -14,6 +14,7 @@ from gguf_pp.config import RuntimeConfig
 from gguf_pp.gguf import ModelFile
 from gguf_pp.net import parse_endpoint
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, rungs
+from gguf_pp.pipeline.offload import offloaded
 from gguf_pp.pipeline.placement import (
     Need,
     Sizes,
@@ -29,7 +30,7 @@ from gguf_pp.pipeline.placement import (
     spare_cells,
     why_not_pipelined,
 )
-from gguf_pp.pipeline.planned import RAM, PlannedDevice
+from gguf_pp.pipeline.planned import RAM, PlannedDevice, in_front
 from gguf_pp.pipeline.split import Part, parts_of
 
 
@@ -98,6 +99,10 @@ def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedD
     model = arch.build(file.metadata)
     hp = model.hp
     sizes = measure(file, model, settled.ctx_size or hp.n_ctx_train)
+    asked_for, given = settled, devices
+    settled = offloaded(asked_for, model, sizes, lambda: given)
+    if settled.devices != asked_for.devices:
+        devices = in_front(settled, devices)
     cell = kv_bytes(hp.n_kv_heads, hp.head_size, settled.kv_types)
     least = cell * MIN_CTX_SIZE * settled.n_slots
     layers = place(settled, sizes, least, devices)
@@ -105,7 +110,9 @@ def estimate(file: ModelFile, settled: RuntimeConfig, devices: Sequence[PlannedD
     n_ctx = settled.ctx_size or fitting_context(settled, model, sizes, parts, devices)
     asked = Rung(settled.n_copies, settled.max_ubatch_size, n_ctx)
     rung, fit = _best_rung(settled, model, sizes, parts, devices, asked)
-    needs = _by_device(parts, [need_of(settled, model, sizes, p, rung) for _, p in parts])
+    needs = _by_device(
+        parts, [need_of(settled, model, sizes, p, rung, devices[i]) for i, p in parts]
+    )
     several = len(devices) > 1
     n_groups = min(settled.n_slots, len(devices))
     return Plan(
@@ -138,7 +145,8 @@ def _best_rung(
     """The first rung of the ladder that fits, or the last one and false."""
     ladder = rungs(asked, ctx_fixed=settled.ctx_size is not None)
     for rung in ladder:
-        amounts = [(devices[i], need_of(settled, model, sizes, p, rung).total) for i, p in parts]
+        needs = [need_of(settled, model, sizes, p, rung, devices[i]).total for i, p in parts]
+        amounts = [(devices[i], need) for (i, _), need in zip(parts, needs, strict=True)]
         amounts += _relays(model, parts, devices, rung)
         if fits([device for device, _ in amounts], (n_bytes for _, n_bytes in amounts)):
             return rung, True
@@ -194,9 +202,14 @@ def _alone(
 ) -> tuple[str, ...]:
     """Names of what can hold all layers: devices, or "cpu" for the RAM."""
     all_of_it = Part(range(model.hp.n_layers), embeds=True, heads=True)
-    whole = need_of(settled, model, sizes, all_of_it, replace(rung, n_copies=1))
-    pools = {device.room.pool: device.room for device in devices}
-    roomy = [pool for pool, room in pools.items() if whole.total <= room.free_bytes]
+    alone = replace(rung, n_copies=1)
+
+    def holds_all(device: PlannedDevice) -> bool:
+        whole = need_of(settled, model, sizes, all_of_it, alone, device)
+        return whole.total <= device.room.free_bytes
+
+    pools = {device.room.pool: device for device in devices}
+    roomy = [pool for pool, device in pools.items() if holds_all(device)]
     return tuple("cpu" if pool == RAM else pool for pool in roomy)
 
 

@@ -8,6 +8,7 @@ from gguf_pp.arch import Model
 from gguf_pp.backend.base import Memory
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.gguf.source import TensorSource
+from gguf_pp.net import is_remote, parse_endpoint
 from gguf_pp.pipeline import split
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung
 from gguf_pp.pipeline.sizing import SizeLoader
@@ -22,10 +23,24 @@ HEAD_SHARE = 0.25
 LOGITS_BYTES = 32 << 20
 """Logits are made for as many rows at a time as fit in this."""
 
+PRODUCT_BYTES = 32 << 20
+"""What a CUDA device keeps for weights as they are multiplied; as in triton/linear.py."""
+
+PAIRS_BYTES = 128 << 20
+"""What it keeps at most for rows beside the experts they chose; as in triton/experts.py."""
+
+INDEX_BYTES = 1 << 20
+"""What it keeps for positions, slots and token ids, generously."""
+
 
 class Device(Protocol):
     """What placing asks of a device: one that is opened has it, and so has one that is only
     planned, or on another machine (not `local`)."""
+
+    @property
+    def name(self) -> str:
+        """As the user wrote it, or the worker's name for it behind the worker's."""
+        ...
 
     @property
     def local(self) -> bool:
@@ -118,17 +133,30 @@ def visit(loader: SizeLoader, model: Model, part: Part) -> None:
         model.load_head(loader)
 
 
-def need_of(config: RuntimeConfig, model: Model, sizes: Sizes, part: Part, rung: Rung) -> Need:
-    """What the stage with `part` takes at `rung`."""
+def need_of(
+    config: RuntimeConfig, model: Model, sizes: Sizes, part: Part, rung: Rung, device: Device
+) -> Need:
+    """What the stage with `part` takes on `device` at `rung`."""
     hp = model.hp
     cell = kv_bytes(hp.n_kv_heads, hp.head_size, config.kv_types)
     n_buffers = (not part.embeds) + (not part.heads)
+    copies = rung.n_copies * n_buffers * rung.ubatch_size * hp.n_embd * 4
+    if config.run_ahead and (part.embeds or part.heads):
+        copies += 4 * config.n_slots * n_parcels(config, len(config.devices), rung.n_copies)
     return Need(
         weights=sizes.of(part),
         kv=cell * rung.ctx_size * config.n_slots * len(part.layers),
-        copies=rung.n_copies * n_buffers * rung.ubatch_size * hp.n_embd * 4,
-        scratch=scratch_bytes(model, rung.ubatch_size, last=part.heads),
+        copies=copies,
+        scratch=scratch_bytes(model, part, rung, device.name),
     )
+
+
+def n_parcels(config: RuntimeConfig, n_devices: int, n_copies: int) -> int:
+    """Parcels of chosen tokens (pipeline/feedback.py): as many as ubatches in flight may choose."""
+    if n_devices > 1 and n_copies == 1:  # devices take turns, and the host with them
+        return 0
+    n_groups = min(config.n_slots, 2 * n_devices)
+    return n_groups * (1 + config.run_ahead) + n_devices + n_copies
 
 
 def by_pool(devices: Sequence[Device], amounts: Iterable[int]) -> dict[str, int]:
@@ -218,13 +246,17 @@ def spare_cells(
     rung: Rung,
 ) -> int:
     """KV cells per slot for which `rung` leaves room, a margin kept; below 0 if not even none."""
-    of_stages = [devices[i] for i, _ in parts]
-    bare = Rung(rung.n_copies, rung.ubatch_size, 0)
-    fixed = by_pool(of_stages, (need_of(config, model, sizes, p, bare).total for _, p in parts))
-    one = Rung(rung.n_copies, rung.ubatch_size, 1)
-    cell = by_pool(of_stages, (need_of(config, model, sizes, p, one).kv for _, p in parts))
+
+    def taken(n_cells: int) -> dict[str, int]:
+        here = Rung(rung.n_copies, rung.ubatch_size, n_cells)
+        needs = (need_of(config, model, sizes, p, here, devices[i]).total for i, p in parts)
+        return by_pool([devices[i] for i, _ in parts], needs)
+
+    fixed, one = taken(0), taken(1)
     free = {memory.pool: memory.free_bytes for memory in (d.memory() for d in devices)}
-    return min((int(free[pool] * (1 - MARGIN)) - fixed[pool]) // cell[pool] for pool in free)
+    return min(
+        (int(free[pool] * (1 - MARGIN)) - fixed[pool]) // (one[pool] - fixed[pool]) for pool in free
+    )
 
 
 def why_not_pipelined(config: RuntimeConfig, n_stages: int, n_copies: int) -> str:
@@ -248,8 +280,25 @@ def logits_rows(n_vocab: int) -> int:
     return max(1, min(64, LOGITS_BYTES // (4 * n_vocab)))
 
 
-def scratch_bytes(model: Model, ubatch_size: int, *, last: bool) -> int:
-    """An upper estimate of the activations alive at once in a layer, and the logits."""
+def scratch_bytes(model: Model, part: Part, rung: Rung, device: str) -> int:
+    """An upper estimate of the activations alive at once in a layer, and the logits; and what a
+    CUDA device has of its own: room for products, experts, indexes, rotation tables.
+
+    What copying weights takes there for a while (a chunk) and graphs is in the device's margin.
+    """
     hp = model.hp
     width = 4 * hp.n_embd + 3 * hp.n_ff + 2 * sum(hp.qkv_rows)
-    return 4 * ubatch_size * width + (LOGITS_BYTES if last else 0)
+    n_bytes = 4 * rung.ubatch_size * width + (LOGITS_BYTES if part.heads else 0)
+    if is_cuda(device):
+        n_bytes += PRODUCT_BYTES + INDEX_BYTES
+    if is_cuda(device) and part.layers:
+        n_bytes += PAIRS_BYTES * (hp.n_experts > 0)
+        # Cosines and sines of half the rotated dimensions.
+        n_bytes += 4 * rung.ctx_size * sum(rope.n_rot for rope in model.ropes)
+    return n_bytes
+
+
+def is_cuda(device: str) -> bool:
+    """Whether the device of that name is a CUDA device, here or on another machine."""
+    name = (parse_endpoint(device).device or "") if is_remote(device) else device
+    return name.startswith("cuda")

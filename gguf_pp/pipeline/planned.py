@@ -52,22 +52,12 @@ def resolve(asked: Options) -> tuple[RuntimeConfig, tuple[PlannedDevice, ...]]:
             f"--memory is given for {unknown[0]!r}, which is not among the devices",
             hint=f"the devices: {', '.join(names)}",
         )
-    for name in names:
-        if not (_is_cpu(name) or is_remote(name) or name in given):
-            raise ConfigError(
-                f"device {name!r} is not one that runs here, and its memory is not known",
-                hint=f"to plan for it, say what it has: --memory {name}=24GiB",
-            )
-    # All other checks are those of the run; they need devices that it knows.
-    known = [name if is_remote(name) else f"cpu:{i}" for i, name in enumerate(names)]
-    n_gpu_layers = asked.n_gpu_layers if all(map(_is_cpu, names)) else None
-    settled = config.resolve(
-        replace(asked, device=",".join(known), rpc=None, memory=None, n_gpu_layers=n_gpu_layers)
-    )
-    opened = [
-        device.name if device.index is None else names[device.index] for device in settled.devices
-    ]
-    found = _devices(opened, settled, ram_bytes, given)
+    # All other checks are those of the run; CPU devices of it may have a memory each.
+    known = [f"cpu:{i}" if _is_cpu(name) else name for i, name in enumerate(names)]
+    settled = config.resolve(replace(asked, device=",".join(known), rpc=None, memory=None))
+    settled = replace(settled, memory_bytes=ram_bytes)
+    opened = [names[known.index(device.name)] for device in settled.devices]
+    found = _devices(opened, settled, given)
     devices = tuple(device for named in found for device in named)
     return expanded(settled, [len(named) for named in found]), devices
 
@@ -125,12 +115,51 @@ def _names(asked: Options, given: Iterable[str]) -> list[str]:
     return names
 
 
+def _ram(settled: RuntimeConfig) -> Memory:
+    total, free = system_memory()
+    return Memory(RAM, total, free if settled.memory_bytes is None else settled.memory_bytes)
+
+
+def in_front(settled: RuntimeConfig, devices: Sequence[PlannedDevice]) -> list[PlannedDevice]:
+    """Those of `settled`: of `devices`, and the CPU where -ngl has put it in front of them."""
+    cpu = PlannedDevice("cpu", 1.0, _ram(settled), "here")
+    by_name = {device.name: device for device in devices}
+    return [by_name.get(device.name, cpu) for device in settled.devices]
+
+
+def cuda_here(settled: RuntimeConfig) -> list[PlannedDevice]:
+    """The CUDA devices of a run and what they have free, looked at before any is opened for it.
+
+    Raises ConfigError for one that is not here.
+    """
+    from gguf_pp.backend.cuda import open_cuda  # only here: others need not load it
+
+    found = []
+    for device in settled.devices:
+        (backend,) = open_cuda([device], limit_bytes=dict(settled.cuda_bytes))
+        room, speed = backend.memory(), backend.relative_speed
+        backend.close()
+        found.append(PlannedDevice(device.name, speed, room, "here"))
+    return found
+
+
+def _cuda(name: str, settled: RuntimeConfig) -> PlannedDevice:
+    """One that is here. Raises ConfigError."""
+    devices = config.parse_devices(name)
+    try:
+        return cuda_here(replace(settled, devices=devices))[0]
+    except ConfigError as exc:
+        raise ConfigError(
+            f"device {name!r} is not one that runs here, and its memory is not known",
+            hint=f"to plan for it, say what it has: --memory {name}=24GiB",
+        ) from exc
+
+
 def _devices(
-    names: Sequence[str], settled: RuntimeConfig, ram_bytes: int | None, given: dict[str, int]
+    names: Sequence[str], settled: RuntimeConfig, given: dict[str, int]
 ) -> list[list[PlannedDevice]]:
     """The devices that each name means. Where a speed is not known, all count as equal."""
-    total, free = system_memory()
-    ram = Memory(RAM, total, free if ram_bytes is None else ram_bytes)
+    ram = _ram(settled)
     shares = iter(share_cores(max(1, sum(map(_is_cpu, names)))))
     found = []
     for name, asked in zip(names, settled.devices, strict=True):
@@ -139,6 +168,8 @@ def _devices(
             found.append([PlannedDevice(name, 1.0, room, "here" if _is_cpu(name) else "flag")])
         elif is_remote(name):
             found.append(_lent(name, settled))
+        elif not _is_cpu(name):
+            found.append([_cuda(name, settled)])
         else:
             cores = next(shares)
             speed = float(min(asked.threads or len(cores), len(cores)))

@@ -74,13 +74,19 @@ def split_exact(n_layers: int, counts: Sequence[int], n_devices: int) -> list[ra
 
 
 def split_by_shares(n_layers: int, shares: Sequence[float]) -> list[range]:
-    """`-ts 3,1`: layers in proportion to positive `shares`, rounded by largest remainder."""
+    """`-ts 3,1`: layers in proportion to positive `shares`. Raises PlacementError if a device would
+    get none."""
+    return _none_empty(ranges_of(share_out(n_layers, shares)))
+
+
+def share_out(n_layers: int, shares: Sequence[float]) -> list[int]:
+    """Numbers of layers in proportion to positive `shares`, rounded by largest remainder."""
     quotas = [n_layers * share / sum(shares) for share in shares]
     counts = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - quotas[i], i))
     for i in by_remainder[: n_layers - sum(counts)]:
         counts[i] += 1
-    return _none_empty(ranges_of(counts))
+    return counts
 
 
 def split_evenly(

@@ -1,5 +1,6 @@
 """How long a stage's ubatches take on its device."""
 
+import threading
 import time
 from collections import deque
 from typing import Any
@@ -14,7 +15,12 @@ class Stopwatch:
     host: for devices whose work is done when its call returns."""
 
     def __init__(self) -> None:
-        self.recent: deque[tuple[int, int, float]] = deque(maxlen=N_RECENT)
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=N_RECENT)
+
+    @property
+    def recent(self) -> deque[tuple[int, int, float]]:
+        """As above, the oldest first."""
+        return self._recent
 
     def start(self) -> Any:
         """A moment to give to `stop`."""
@@ -25,7 +31,7 @@ class Stopwatch:
         self._note(ubatch, time.perf_counter() - start)
 
     def _note(self, ubatch: UBatch, seconds: float) -> None:
-        self.recent.append((ubatch.n_rows, len(ubatch.outputs), seconds))
+        self._recent.append((ubatch.n_rows, len(ubatch.outputs), seconds))
 
 
 class CudaStopwatch(Stopwatch):
@@ -36,16 +42,27 @@ class CudaStopwatch(Stopwatch):
         super().__init__()
         self._cuda = cuda
         self._running: deque[tuple[UBatch, Any, Any]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def recent(self) -> deque[tuple[int, int, float]]:
+        """Those that the device is through with."""
+        self._collect()
+        return self._recent
+
+    def _collect(self) -> None:
+        with self._lock:  # the host may look while the stream's thread starts
+            while self._running and self._running[0][2].query():
+                ubatch, start, end = self._running.popleft()
+                self._note(ubatch, 1e-3 * start.elapsed_time(end))
 
     def start(self) -> Any:
         """A moment to give to `stop`, which the stream has yet to come to."""
-        while self._running and self._running[0][2].query():
-            ubatch, start, end = self._running.popleft()
-            self._note(ubatch, 1e-3 * start.elapsed_time(end))
+        self._collect()
         return self._record()
 
     def stop(self, start: Any, ubatch: UBatch) -> None:
-        """Have what `ubatch` takes noted at a later `start`."""
+        """Have what `ubatch` takes noted once it has passed."""
         self._running.append((ubatch, start, self._record()))
 
     def _record(self) -> Any:

@@ -1,0 +1,50 @@
+"""When a CUDA device came to what was queued there, in the time of the host."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from gguf_pp.backend.cuda_edges import Current
+
+
+class CudaClock:
+    """A `DeviceClock` of one stage: events on its streams, told apart from one event whose time
+    the host knows as well.
+
+    That event is made at each `settle`, on a stream of its own, and so is close to what it is
+    compared with: the device's clock may run faster or slower than the host's. What settles is one
+    thread; others may note.
+    """
+
+    def __init__(self, cuda: Any, index: int) -> None:
+        self._cuda = cuda
+        self._stream = cuda.Stream(device=index, priority=-1)
+        self._noted: deque[tuple[Any, Callable[[float], None]]] = deque()
+
+    def note(self, tell: Callable[[float], None]) -> None:
+        """As in DeviceClock."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        self._noted.append((event, tell))
+
+    def settle(self, clock: Callable[[], float]) -> None:
+        """As in DeviceClock. Waits for nothing that was queued."""
+        pending = [self._noted.popleft() for _ in range(len(self._noted))]
+        if not pending:
+            return
+        passed = [event.query() for event, _ in pending]
+        now_s, now = self._now(clock)
+        for (event, tell), is_past in zip(pending, passed, strict=True):
+            if is_past:
+                tell(now_s - 1e-3 * event.elapsed_time(now))
+            else:
+                self._noted.append((event, tell))
+
+    def _now(self, clock: Callable[[], float]) -> tuple[float, Any]:
+        """A moment, by the host and as an event; between them are microseconds."""
+        now = self._cuda.Event(enable_timing=True)
+        with Current(self._cuda, self._stream):
+            before = clock()
+            now.record(self._stream)
+            now.synchronize()
+            return (before + clock()) / 2, now
