@@ -39,9 +39,9 @@ def test_an_unknown_section_is_an_error_that_names_the_known(capsys):
     assert "no section 'kernel'" in said and "no_syncs" in said
 
 
-def test_all_budgets_together_keep_within_nine_minutes_with_what_starting_takes():
+def test_all_sections_together_end_within_nine_minutes_and_the_first_half_by_itself():
     assert check.parse([]).budget <= 540
-    assert sum(section.budget_s for section in check.SECTIONS) <= 600
+    assert sum(section.budget_s for section in check.SECTIONS[:6]) <= 540
 
 
 def test_every_type_that_has_kernels_is_a_part():

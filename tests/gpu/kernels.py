@@ -13,6 +13,7 @@ from gguf_pp.ops.rope import make_rope
 from gguf_pp.triton import attention_torch, multiply_torch, quantize_torch, rope_torch
 from gguf_pp.triton.linear import MatrixOps
 from gguf_pp.triton.planes import LAYOUTS, Planes
+from gguf_pp.triton.quantize_torch import Before
 from tests.gpu.cases import (
     EVEN,
     LOW,
@@ -25,13 +26,17 @@ from tests.gpu.cases import (
     weights_of,
     worst,
 )
+from tests.gpu.choosing import check_choosing
 from tests.gpu.harness import Report
+from tests.gpu.mixing import check_mixing
 
 EXACT, HALVES, INT8 = 2e-6, 3e-4, 1e-2
 """The most that a product may be off as a share of Σ|x||w|, by what is rounded."""
 T = GGMLQuantizationType
 PLAIN = (T.F32, T.F16, T.BF16)
 OPS_ROWS = (1, 12, 100)
+LOW_PARTS = ("Q4_K", "Q6_K")
+"""Types that are tried with few rows of W: what that changes is the same for all of them."""
 
 
 def check(
@@ -40,7 +45,7 @@ def check(
     device: str = "cuda:0",
     shapes: Sequence[Shape] = (RAGGED, EVEN, LOW),
 ) -> None:
-    """One type by its name, or "others", "quantize", "rope", "attention"."""
+    """One type by its name, or "others", "quantize", "rope", "attention", "choose", "mix"."""
     if device != "cpu":
         torch.set_num_threads(1)  # there are as many of these processes as cores
     named = {
@@ -48,10 +53,14 @@ def check(
         "quantize": check_quantize,
         "rope": check_rope,
         "attention": check_attention,
+        "choose": check_choosing,
+        "mix": check_mixing,
     }
     if part in named:
         return named[part](report, device)
     for shape in shapes:
+        if shape is LOW and part not in LOW_PARTS:
+            continue
         _TypeCheck(T[part], shape, report, device).run()
     report.tell(ops=_worst_of_ops(T[part], report, device, shapes[0]))
 
@@ -178,7 +187,7 @@ def check_others(report: Report, device: str, shape: Shape = RAGGED) -> None:
 
 
 def check_quantize(report: Report, device: str) -> None:
-    """x in int8 and in halves as the twin makes it bit for bit; under a norm, within a rounding."""
+    """x in int8 and in halves is the twin's bit for bit; what comes before costs a rounding."""
     from gguf_pp.triton import quantize
 
     for n_cols in (32, 1056, 2080, 4096):
@@ -190,25 +199,37 @@ def check_quantize(report: Report, device: str) -> None:
             half = quantize.quantize_half(x, is_transposed=is_transposed)
             wanted = quantize_torch.quantize_half(x.cpu(), is_transposed=is_transposed)
             _need_equal(report, f"halves of {n_cols} columns", half, wanted)
-        _check_norm(report, x)
+        weight = rows_of(1, n_cols, device, seed=3)[0]
+        _check_made(report, x, (weight, 1e-6))
+        both = torch.cat((x, x.flip(0)), dim=1)
+        for name in quantize.ACTIVATIONS:
+            _check_made(report, both, name)
     report.tell(widths=4)
 
 
-def _check_norm(report: Report, x: Tensor) -> None:
+def _check_made(report: Report, x: Tensor, before: Before) -> None:
+    """Rows under a norm or an activation are right within a rounding, whatever the other rows."""
     from gguf_pp.triton import quantize
 
-    weight = rows_of(1, x.shape[1], "cpu", seed=3)[0].to(x.device)
-    normed = quantize_torch.rms_norm(x.double(), weight.double(), 1e-6)
-    rows = quantize.norm_quantize_int8(x, weight, 1e-6)
-    steps = rows.scales.double().repeat_interleave(32, 1)
-    off = (_of_codes(rows) - normed).abs() - 0.501 * steps
-    report.require(
-        bool((off <= 1e-5 * normed.abs().max()).all()), f"norm of {x.shape[1]} columns is off"
-    )
-    alone = quantize.norm_quantize_int8(x[2:3].contiguous(), weight, 1e-6)
+    made = before if isinstance(before, str) else "norm"
+    what = f"{made} of {x.shape[1]} columns"
+    exactly = before if isinstance(before, str) else (before[0].double().cpu(), before[1])
+    wanted = quantize_torch.float_rows(x.double().cpu(), exactly).to(x.device)
+    slack = 1e-5 * wanted.abs().amax(1, keepdim=True)
+    if before == "gelu_tanh":  # one last bit of its halves
+        slack = slack + wanted.abs() * 2**-10
+    rows = quantize.quantize_int8(x, before)
+    off = (_of_codes(rows) - wanted).abs() - 0.501 * rows.scales.double().repeat_interleave(32, 1)
+    report.require(bool((off <= slack).all()), f"{what} in int8 is off")
+    floats = quantize.float_rows(x, before)
+    report.require(bool(((floats - wanted).abs() <= slack).all()), f"{what} is off")
+    half = quantize.quantize_half(x, before, is_transposed=False)
+    off = (half.values.double() * half.scales.double().unsqueeze(-1) - wanted).abs()
+    report.require(bool((off <= slack + wanted.abs() * 2**-11).all()), f"{what} in halves is off")
+    alone = quantize.quantize_int8(x[2:3].contiguous(), before)
     report.require(
         all(torch.equal(a[2:3], b) for a, b in zip(rows, alone, strict=True)),
-        f"a norm of {x.shape[1]} columns depends on other rows",
+        f"{what} depends on other rows",
     )
 
 

@@ -21,6 +21,8 @@ from gguf_pp.api import LLM
 from gguf_pp.backend import cuda_trials
 from gguf_pp.config import parse_devices
 from gguf_pp.errors import ConfigError
+from gguf_pp.net import parse_endpoint
+from gguf_pp.pipeline.lent import Access, ask
 from tests.gpu.harness import Missing, Report
 from tests.gpu.nursery import write_model
 
@@ -166,10 +168,14 @@ def _rates(report: Report, path: Path) -> None:
 
 
 def _decode(llm: LLM, n_streams: int, n_tokens: int) -> int:
+    return sum(map(len, _decoded(llm, n_streams, n_tokens)))
+
+
+def _decoded(llm: LLM, n_streams: int, n_tokens: int) -> list[list[int]]:
     prompts = [prompt_of(llm, 4, seed) for seed in range(n_streams)]
     settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     made = llm.generate_batch(prompts, max_tokens=n_tokens, **settings)
-    return sum(len(completion.ids) for completion in made)
+    return [completion.ids for completion in made]
 
 
 def _force_groups(llm: LLM, n: int) -> None:
@@ -216,26 +222,52 @@ def syncs_of(work: Any) -> dict[str, int]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    sites = (w for w in caught if "synchronizing" in str(w.message))
+    sites = (w for w in caught if "called a synchronizing" in str(w.message))
     return dict(Counter(f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in sites))
 
 
 def check_remote(part: str, report: Report) -> None:
-    """A worker on this machine lends the device: the same ids as without it."""
+    """A worker on this machine, a process of its own, lends the device: ids and logits are those of
+    a run without it, wherever its stages are."""
     require_built()
     with model_of(report) as path, tempfile.TemporaryDirectory() as cache:
         with load(path, TWO) as llm:
-            wanted = answer(llm)
-        with worker(cache, ONE[0]) as address:
-            start = time.perf_counter()
-            with load(path, [*ONE, f"tcp://{address}"]) as llm:
-                loaded = time.perf_counter()
-                here, there = kernels_of(llm)
-                if here != there:
-                    raise Missing(f"a worker that lends {ONE[0]}: this one has {there}, not {here}")
-                got = answer(llm)
-                report.tell(load_s=loaded - start, answer_s=time.perf_counter() - loaded)
-        report.require(got == wanted, "ids differ from those without a worker")
+            wanted = outcome(llm)
+        with worker(cache, ",".join(TWO)) as address:
+            for name, devices in _with_worker(address).items():
+                start = time.perf_counter()
+                with load(path, devices) as llm:
+                    loaded = time.perf_counter()
+                    if len(kinds := set(kernels_of(llm))) > 1:
+                        raise Missing(
+                            f"a worker that lends {ONE[0]}: {' and '.join(sorted(kinds))}"
+                        )
+                    got = outcome(llm)
+                answered = time.perf_counter()
+                report.tell(**{name: {"load_s": loaded - start, "answer_s": answered - loaded}})
+                report.require(got[0] == wanted[0], f"{name}: ids are not those without a worker")
+                equal = np.array_equal(got[1], wanted[1])
+                report.require(equal, f"{name}: logits are not those without a worker")
+            lent = ask(parse_endpoint(f"tcp://{address}"), Access(None, None, 15.0))
+        for device in lent:
+            report.require(not device.unusable, f"{device.name_there}: {device.unusable}")
+        report.tell(free_mib=[device.free_bytes >> 20 for device in lent])
+
+
+def _with_worker(address: str) -> dict[str, list[str]]:
+    """Devices by what those of the worker are in the pipeline: hidden states come in, come in and
+    go out, or never leave it."""
+    lent = f"tcp://{address}"
+    return {
+        "behind": [*ONE, f"{lent}/{ONE[0]}"],
+        "in the middle": [TWO[0], lent, TWO[1]],
+        "all of it": [f"{lent}/{ONE[0]}"],
+    }
+
+
+def outcome(llm: LLM) -> tuple[list[int], np.ndarray]:
+    """Ids, and logits of a prompt."""
+    return answer(llm), llm.logits(prompt_of(llm, 192))
 
 
 def kernels_of(llm: LLM) -> list[str]:
@@ -273,25 +305,28 @@ def worker(cache: str, device: str) -> Iterator[str]:
 
 
 def check_graphs(part: str, report: Report) -> None:
-    """Stages do not capture graphs yet; what that would win, on a chain of small products."""
-    from gguf_pp.triton.linear import MatrixOps
-    from tests.gpu.cases import planes_of, raw_of, rows_of, seconds_of
-    from tests.gpu.speed import DEVICE, T, as_matrix
-
+    """Decode steps as graphs against kernel by kernel: ids and tokens/s."""
+    require_built()
     report.tell(replays=cuda_trials.graph_replays(torch, 0))
-    ops, w = MatrixOps(DEVICE), as_matrix(planes_of(raw_of(T.Q8_0, 576, 576), DEVICE))
-    x, n = rows_of(1, 576, DEVICE), 50
+    with model_of(report) as path:
+        for devices, n_streams in ((ONE, 1), (ONE, N_STREAMS), (TWO, N_STREAMS)):
+            figures, ids = {}, {}
+            for name, graphs in (("eager", False), ("graphs", True)):
+                options = {"parallel": n_streams, "exact": False, "cuda_graphs": graphs}
+                with load(path, devices, **options) as llm:
+                    _decode(llm, n_streams, 8)
+                    start = time.perf_counter()
+                    ids[name] = _decoded(llm, n_streams, N_TOKENS)
+                    seconds = time.perf_counter() - start
+                    figures[name] = {
+                        "tokens_per_s": sum(map(len, ids[name])) / seconds,
+                        "captured": [_n_captured(stage) for stage in llm._pipeline.stages],
+                    }
+            name = f"{len(devices)} stages, {n_streams} sequences"
+            report.tell(**{name: figures})
+            report.require(all(figures["graphs"]["captured"]), f"{name}: nothing was captured")
+            report.require(ids["eager"] == ids["graphs"], f"{name}: ids differ with graphs")
 
-    def chain() -> None:
-        y = x
-        for _ in range(n):
-            y = ops.linear(y, w)
 
-    chain()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    chain()
-    torch.cuda.synchronize()
-    report.tell(eager_us=1e6 * (time.perf_counter() - start) / n)
-    report.tell(captured_us=1e6 * seconds_of(chain) / n)
-    raise Missing("CUDA graphs of stages: not built")
+def _n_captured(stage: Any) -> int:
+    return 0 if stage._steps is None else stage._steps.n_captured

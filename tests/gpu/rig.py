@@ -187,7 +187,8 @@ class SpinStage:
         self.transfer: Any = None if last else backend.stream(f"stage {i_stage} transfer")
         self._work = backend.buffer(N_ROWS, width, "work").tensor
         self._logits = backend.buffer(N_ROWS, width, "logits").tensor if last else None
-        self.landing = Landing(kernels.api, n_ubatches, N_ROWS, width) if last else None
+        shape, dtype = (N_ROWS, width), kernels.api.float32
+        self.landing = Landing(kernels.api, n_ubatches, shape, dtype) if last else None
 
     @property
     def intake(self) -> Stream:

@@ -16,7 +16,18 @@ from gguf_pp import triton
 from gguf_pp.backend import cuda_edges
 from gguf_pp.pipeline.executor import Executor
 from tests.cuda_double import Double
-from tests.gpu import cases, kernels, memory, models, nursery, rig, schedule, speed
+from tests.gpu import (
+    cases,
+    choosing,
+    kernels,
+    memory,
+    mixing,
+    models,
+    nursery,
+    rig,
+    schedule,
+    speed,
+)
 from tests.gpu.harness import Missing
 from tests.gpu.heard import Heard
 from tests.quantized import T
@@ -204,6 +215,23 @@ def test_attention_is_right_in_the_interpreter(interpreted, monkeypatch):
     assert 0 < heard.figures["decode"] < 5e-6
 
 
+def test_tokens_are_chosen_as_on_the_host_and_others_are_told(monkeypatch):
+    heard = Heard()
+    choosing.check_choosing(heard.report, "cpu")
+    assert heard.faults == []
+    monkeypatch.setattr(choosing, "host_token", lambda row, choice: 0)
+    choosing.check_choosing(heard.report, "cpu")
+    assert len(heard.faults) == len(choosing.KINDS) * len(choosing.SIZES)
+
+
+def test_experts_are_mixed_as_in_float64(monkeypatch):
+    monkeypatch.setattr(mixing, "N_ROWS", (1, 20))
+    heard = Heard()
+    mixing.check_mixing(heard.report, "cpu", (T.Q8_0,))
+    assert heard.faults == []
+    assert 0 < heard.figures["Q8_0 default"] < mixing.ROUNDED
+
+
 def test_canaries_tell_what_is_written_beside_a_result_and_what_is_not_written():
     framed = cases.Framed(2, 3, "cpu")
     assert not framed.is_sound()
@@ -247,7 +275,7 @@ def test_the_crossover_table_says_which_way_is_fastest_and_what_the_limits_cost(
 
 # Models, on the CPU.
 
-SIZE = nursery.Size(n_layers=3, n_heads=2, n_kv_heads=1, n_ff=128, n_vocab=320)
+SIZE = nursery.Size(n_layers=4, n_heads=2, n_kv_heads=1, n_ff=128, n_vocab=320)
 
 
 @pytest.fixture
@@ -285,11 +313,38 @@ def test_other_ids_than_the_cpu_gives_are_a_fault(on_cpu, monkeypatch):
     assert heard.faults == ["exact: ids differ from token 5 on"]
 
 
+def test_steps_of_which_nothing_was_captured_are_a_fault(on_cpu, monkeypatch):
+    monkeypatch.setattr(models.cuda_trials, "graph_replays", lambda torch, index: True)
+    heard = Heard()
+    models.check_graphs("", heard.report)
+    assert len(heard.faults) == 3
+    assert all("nothing was captured" in fault for fault in heard.faults)
+    assert heard.figures["1 stages, 1 sequences"]["eager"]["tokens_per_s"] > 0
+
+
 def test_a_worker_lends_what_it_can(on_cpu):
     heard = Heard()
     models.check_remote("", heard.report)
     assert heard.faults == []
-    assert heard.figures["answer_s"] > 0
+    assert all(heard.figures[name]["answer_s"] > 0 for name in models._with_worker("x"))
+    assert len(heard.figures["free_mib"]) == 2
+
+
+@pytest.mark.parametrize("what", ["ids", "logits"])
+def test_other_results_than_without_a_worker_are_a_fault(what, on_cpu, monkeypatch):
+    real, calls = models.outcome, []
+
+    def outcome(llm):
+        ids, logits = real(llm)
+        calls.append(llm)
+        if len(calls) == 3:
+            return ([*ids[:-1], -1], logits) if what == "ids" else (ids, logits + 1e-7)
+        return ids, logits
+
+    monkeypatch.setattr(models, "outcome", outcome)
+    heard = Heard()
+    models.check_remote("", heard.report)
+    assert heard.faults == [f"in the middle: {what} are not those without a worker"]
 
 
 def test_a_worker_that_cannot_lend_says_why(tmp_path, monkeypatch):
@@ -303,7 +358,7 @@ def test_a_worker_that_cannot_lend_says_why(tmp_path, monkeypatch):
 def test_a_worker_that_computes_with_something_else_is_no_proof(on_cpu, monkeypatch):
     monkeypatch.setattr(models, "worker", lambda *what: nullcontext("localhost:1"))
     monkeypatch.setattr(models, "load", lambda *what: nullcontext(None))
-    monkeypatch.setattr(models, "answer", lambda llm: [])
+    monkeypatch.setattr(models, "outcome", lambda llm: ([], []))
     monkeypatch.setattr(models, "kernels_of", lambda llm: ["triton", "abacus"])
     with pytest.raises(Missing, match="abacus"):
         models.check_remote("", Heard().report)
