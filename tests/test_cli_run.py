@@ -1,5 +1,6 @@
 """`gguf-pp run` with a small model: what reaches stdout, and how it ends."""
 
+import contextlib
 import errno
 import gc
 import json
@@ -13,6 +14,8 @@ import sys
 import termios
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -272,7 +275,7 @@ class Terminal:
         attributes = termios.tcgetattr(slave)
         attributes[3] &= ~termios.ECHO
         termios.tcsetattr(slave, termios.TCSANOW, attributes)
-        environ = {**os.environ, "TERM": "dumb", "COLUMNS": "120"}
+        environ = {**os.environ, "TERM": "dumb", "COLUMNS": "120", "PYTHONFAULTHANDLER": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-c", TAKE_TERMINAL, *argv],
             stdin=slave,
@@ -307,7 +310,8 @@ class Terminal:
         return self._process.wait(WAIT_S), self.seen
 
     def _read(self) -> bool:
-        assert select.select([self._master], [], [], WAIT_S)[0], self.seen
+        if not select.select([self._master], [], [], WAIT_S)[0]:
+            self._fail()
         try:
             raw = os.read(self._master, 4096)
         except OSError as exc:
@@ -316,6 +320,16 @@ class Terminal:
             raw = b""
         self.seen += raw.decode().replace("\r\n", "\n")
         return bool(raw)
+
+    def _fail(self) -> NoReturn:
+        """Have the process tell where it stands."""
+        status = Path(f"/proc/{self._process.pid}/status")
+        signals = [line for line in status.read_text().splitlines() if line.startswith("S")]
+        self._process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(OSError):
+            while select.select([self._master], [], [], 2)[0] and self._read():
+                pass
+        pytest.fail(f"nothing came for {WAIT_S} s: {self.seen}\n{signals}")
 
 
 def test_in_a_terminal_a_model_with_a_template_chats(chat_model):
