@@ -69,8 +69,9 @@ def choose(logits: Tensor, params: Tensor, ends: Tensor, kind: Kind) -> Tensor:
     the ids that some of them ban. NO_TOKEN where the largest logit is not a finite number.
     """
     if kind is Kind.ALL and len(logits) > ROWS_AT_A_TIME:
-        parts = (torch.split(rows, ROWS_AT_A_TIME) for rows in (logits, params))
-        return torch.cat([choose(*part, ends, kind) for part in zip(*parts, strict=True)])
+        firsts = range(0, len(logits), ROWS_AT_A_TIME)
+        parts = [slice(first, first + ROWS_AT_A_TIME) for first in firsts]
+        return torch.cat([choose(logits[part], params[part], ends, kind) for part in parts])
     x = logits + 0.0  # -0.0 becomes 0.0, and stands where its index says
     is_end = x.new_zeros(x.shape[1], dtype=torch.bool).index_fill_(0, ends, True)
     x.masked_fill_(torch.logical_and(params[:, 5:], is_end), -math.inf)
