@@ -58,8 +58,7 @@ def cases(types: list[str], kernels: list[str], rows: list[int]) -> Iterator[Cas
 def _gemv(type: GGMLQuantizationType, kernel: str, rows: list[int]) -> Iterator[Case]:
     for m in (m for m in rows if m <= multiply.MAX_GEMV_ROWS):
         for n_rows in (1, multiply.MANY_ROWS):
-            made = multiply.exact_launch if kernel == "gemv_exact" else multiply.gemv_launch
-            launch = made(type, m, n_rows)
+            launch = multiply.gemv_launch(type, m, n_rows)
             if m == 1:  # Triton makes a constant of every 1
                 launch = launch._replace(constants=launch.constants | {"t_rows": 1})
             block_n = launch.constants["BLOCK_N"]

@@ -49,8 +49,7 @@ def _products(type: GGMLQuantizationType) -> Iterator[Case]:
             continue
         for kernel in ("gemv_int8", "gemv_exact"):
             for n_rows in (1, multiply.MANY_ROWS):
-                made = multiply.exact_launch if kernel == "gemv_exact" else multiply.gemv_launch
-                launch = made(type, 1, n_rows, of_pairs=True)
+                launch = multiply.gemv_launch(type, 1, n_rows, of_pairs=True)
                 yield _gemv(kernel, type, launch, title, constants)
         size, most = mixture_torch.TILE_SIZES
         while size <= most:

@@ -43,24 +43,12 @@ class Launch(NamedTuple):
 def gemv_launch(
     type: GGMLQuantizationType, t_rows: int, n_rows: int, *, of_pairs: bool = False
 ) -> Launch:
-    """How `gemv_int8` is compiled.
+    """How `gemv_int8` and `gemv_exact` are compiled.
 
     One warp whose lanes stand side by side in a row of W: no sum crosses a warp.
     """
     sizes = _gemv_sizes(t_rows, n_rows, of_pairs)
     return Launch(_decoder(type) | sizes, _options(n_warps=1, n_stages=1))
-
-
-def exact_launch(
-    type: GGMLQuantizationType, t_rows: int, n_rows: int, *, of_pairs: bool = False
-) -> Launch:
-    """How `gemv_exact` is compiled: the same, but that with 8 rows of x and one of W ptxas would
-    spill registers for 90."""
-    launch = gemv_launch(type, t_rows, n_rows, of_pairs=of_pairs)
-    sizes = launch.constants
-    if sizes["BLOCK_M"] < MAX_GEMV_ROWS:
-        return launch
-    return launch._replace(constants=sizes | {"BLOCK_N": max(2, sizes["BLOCK_N"])})
 
 
 def plain_launch(t_rows: int, n_rows: int, *, of_pairs: bool = False) -> Launch:
@@ -113,7 +101,7 @@ def gemv_exact(
     pairs: Pairs | None = None,
 ) -> Tensor:
     """Times float32 x that is `transposed`."""
-    launch = exact_launch(w.type, *out.shape, of_pairs=pairs is not None)
+    launch = gemv_launch(w.type, *out.shape, of_pairs=pairs is not None)
     kernels.gemv_exact[_gemv_grid(launch, out, pairs)](
         *_planes(w), x, out, bias, add,
         *out.shape, *_extent(w), out.stride(0), **_named(pairs),
@@ -190,10 +178,13 @@ def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float
 
 
 def _gemv_sizes(t_rows: int, n_rows: int, of_pairs: bool) -> dict[str, Any]:
-    """Tile sizes of one warp. With more than 16 sums to a thread, some types spill registers."""
+    """Tile sizes of one warp. With more than 16 sums to a thread some types spill registers, and,
+    for 90 and 100, with 8 rows of x and one of W."""
     block_m = 1 if of_pairs else min(MAX_GEMV_ROWS, triton.next_power_of_2(t_rows))
     n_many = t_rows * n_rows if of_pairs else n_rows
-    block_n = 1 if n_many < MANY_ROWS else min(4, 16 // block_m)
+    block_n = min(4, 16 // block_m)
+    if n_many < MANY_ROWS and block_m < MAX_GEMV_ROWS:
+        block_n = 1
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
     return sizes if of_pairs else sizes | _NO_PAIRS
 
