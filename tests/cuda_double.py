@@ -33,9 +33,11 @@ class Stream:
             self.sim.wait(event.sim)
 
     def synchronize(self):
-        event = Event(self.double)
-        event.record(self)
-        event.synchronize()
+        self.double.note("synchronize", self)
+        event = SimEvent(self.double.world)
+        with self.double.lock:
+            self.sim.record(event)
+            event.synchronize()
 
 
 class Event:

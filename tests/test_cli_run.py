@@ -261,7 +261,8 @@ def test_a_second_ctrl_c_ends_the_program_at_once():
 
 # The first terminal that a new session opens is the one whose Ctrl-C it gets.
 TAKE_TERMINAL = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # which what a shell starts with & has ignored
 os.close(os.open(os.ttyname(0), os.O_RDWR))
 os.execv(sys.argv[1], sys.argv[1:])
 """

@@ -29,7 +29,13 @@ MIB = 1 << 20
 N_LAYERS = 12
 MODEL = SimpleNamespace(
     hp=SimpleNamespace(
-        n_embd=256, n_ff=512, qkv_rows=(256, 64, 64), n_kv_heads=1, head_size=64, n_ctx_train=8192
+        n_embd=256,
+        n_ff=512,
+        qkv_rows=(256, 64, 64),
+        n_kv_heads=1,
+        head_size=64,
+        n_ctx_train=8192,
+        n_experts=0,
     ),
     ropes=(RopeParams(64, 1e4, neox=True),),
 )

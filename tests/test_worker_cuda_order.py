@@ -105,7 +105,7 @@ class Session:
         return [
             words.get(what, lambda _, what=what: what)(details)
             for what, on, *details in self.double.log
-            if on is stream.raw
+            if on is stream.raw and what != "synchronize"  # the host's, at the end
         ]
 
 
@@ -190,5 +190,5 @@ MUTANTS = [
 @pytest.mark.parametrize("n_copies", [1, 2])
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_without_any_one_of_the_waits_there_is_a_race(mutant, n_copies):
-    runs = (Session([0], n_copies, seed=seed, forget=mutant) for seed in range(8))
+    runs = (Session([0], n_copies, seed=seed, forget=mutant) for seed in range(60))
     assert any(run.races for run in runs)
