@@ -48,6 +48,8 @@ def gemv_launch(
     One warp whose lanes stand side by side in a row of W: no sum crosses a warp.
     """
     sizes = _gemv_sizes(t_rows, n_rows, of_pairs)
+    if type is GGMLQuantizationType.Q3_K and sizes["BLOCK_M"] == 4:  # would spill on 100 and 120
+        sizes["BLOCK_N"] = min(2, sizes["BLOCK_N"])
     return Launch(_decoder(type) | sizes, _options(n_warps=1, n_stages=1))
 
 
@@ -61,7 +63,9 @@ def gemm_launch(type: GGMLQuantizationType, t_rows: int, *, of_tiles: bool = Fal
 
     Left to itself, ptxas would spill registers to fit three programs where two do well.
     """
-    block_m = min(MAX_GEMM_ROWS, max(16, triton.next_power_of_2(t_rows)))
+    # Of the types with the smallest groups, 64 rows take more tensor memory than 100 has.
+    most = 32 if type in (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K) else MAX_GEMM_ROWS
+    block_m = min(most, max(16, triton.next_power_of_2(t_rows)))
     sizes = {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_C": 16 // DECODERS[type].PARTS}
     constants = _decoder(type) | sizes | ({} if of_tiles else _NO_TILES)
     return Launch(constants, _options(n_warps=4, n_stages=2) | {"maxnreg": 224})
