@@ -49,6 +49,17 @@ def test_replayed_steps_give_the_tokens_of_a_cpu(chat_model, now, devices, param
     assert now.log.count("replay") > 6 * sum("cuda" in name for name in devices)
 
 
+def test_a_context_that_outgrows_its_graph_gets_another(chat_model, now):
+    def ids(device):
+        with gguf_pp.load(chat_model, devices=[device], **{**OPTIONS, "ctx_size": 1024}) as llm:
+            prompt = (llm.tokenize("x" * 400) * 2)[:250]
+            return llm.generate(prompt, **GREEDY, ignore_eos=True).completion().ids
+
+    assert len(ids("cpu")) == GREEDY["max_tokens"]
+    assert ids("cuda:0") == ids("cpu")
+    assert now.log.count("capture") == 2  # for 256 cells, and for 512
+
+
 def test_a_step_is_captured_when_it_comes_for_the_second_time(chat_model, now):
     texts(chat_model, ["cuda:0"], GREEDY)
     assert 1 <= now.log.count("capture") < 6
