@@ -103,6 +103,7 @@ def test_tokens_that_end_a_text_are_banned_on_the_device_too(chat_model, now):
 
     def without(device):
         with gguf_pp.load(chat_model, devices=[device], **OPTIONS) as llm:
+            llm.generate(PROMPTS[0], **GREEDY, ignore_eos=True).completion()
             llm._engine.eog_ids = frozenset([first])
             llm._engine.pipeline.set_ends([first])
             return llm.generate(PROMPTS[0], **GREEDY, ignore_eos=True).completion().ids

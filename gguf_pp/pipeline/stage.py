@@ -137,6 +137,7 @@ class LayerStage:
         """Name the tokens that end a text, for choices that ban them."""
         if self._chooser is not None:
             call(self.compute, partial(self._chooser.set_ends, ids)).result()
+            call(self.compute, self._make_steps).result()  # graphs read them where they were
 
     @property
     def n_threads(self) -> int:
