@@ -1,6 +1,7 @@
 import fcntl
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -292,6 +293,24 @@ def test_sessions_and_eviction_race_without_harm(file, cache_dir):
                 send(stored, file)
                 stored.finish()
                 assert_same(stored, file)
+
+
+def test_a_folder_that_goes_while_it_is_made_is_made_again(file, cache_dir, monkeypatch):
+    store, is_dir, removed = Store([], cache_dir, LARGE), Path.is_dir, []
+    with open_in(store, file) as stored:
+        send(stored, file)
+    (home,) = cache_dir.glob("*/*")
+
+    def late(path):
+        if path == home and not removed:
+            removed.append(shutil.rmtree(home))
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", late)
+    with open_in(store, file) as stored:
+        assert removed
+        send(stored, file)
+        assert_same(stored, file)
 
 
 def test_a_lock_of_what_was_just_removed_is_not_one(file, cache_dir, monkeypatch):

@@ -281,6 +281,10 @@ def _locked(home: Path, how: int) -> BinaryIO | None:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 stack.pop_all()
                 return file
+    except FileExistsError:
+        # The folder was there, and gone when mkdir looked whether it is one.
+        if home.is_file():
+            raise
     except (FileNotFoundError, BlockingIOError):
         pass
     return None
