@@ -17,11 +17,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+
+from gguf_pp.triton.launching import Launch
 
 SHARED_LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
@@ -39,16 +41,10 @@ PRODUCT = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\.\S*")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class Launch(Protocol):
-    """Constants of a kernel, and what the compiler is told besides them."""
-
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
 class Case(NamedTuple):
     """One launch: a kernel with the types of its parameters, its constants and options.
 
+    Parameters that a launch leaves out, or gives 1, are constants to Triton, and so here.
     `lanes` is how the 32 threads of a warp must stand to each other in the sum at its end. With
     `copies_wide`, all that goes to shared memory by itself goes in pieces of 128 bits.
     """

@@ -1,5 +1,6 @@
 """Whole models through Triton's kernels, in their interpreter, on the stand-in for CUDA."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +27,8 @@ WAYS = {
     "exact": {"exact": True, "cache_type_k": "f32", "cache_type_v": "f32"},
     "rounded": {"exact": False},
 }
-LIMITS = {"exact": 1e-5, "rounded": 1e-2}
+LIMITS = {"exact": 1e-4, "rounded": 1e-2}
+"""Gemma's GELU is defined on float16, where a last bit of x can move the result by a thousandth."""
 MARGIN = 0.1
 """Of the best choice over the second, in standard deviations of the logits."""
 
@@ -54,7 +56,7 @@ def wide(monkeypatch):
 
 def widened(launch, *arguments, **options):
     made = launch(*arguments, **options)
-    return made._replace(constants=made.constants | {"BLOCK_N": 256})
+    return replace(made, constants=made.constants | {"BLOCK_N": 256})
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ prints a line of JSON per launch. Needs Triton, but neither a GPU nor a driver.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from gguf import GGMLQuantizationType
 
 from gguf_pp.triton import multiply, multiply_kernels, quantize, quantize_kernels
 from gguf_pp.triton.decode_kernels import DECODERS
+from gguf_pp.triton.launching import Launch
 from gguf_pp.triton.planes import LAYOUTS
 from gguf_pp.triton.quantize_torch import Before
 from tests.aot import Case, parser, run
@@ -31,6 +33,8 @@ COMMON = {
     "ids": "*i64",
     "codes": "*i8",
 }
+ALONE = {"experts": None, "tiles": None, "order": None, "n_share": 1}
+"""What products of no mixture leave out."""
 BEFORES = {"plain": None, "normed": (torch.empty(0), 0.0)}
 BEFORES |= {name: name for name in quantize.ACTIVATIONS}
 WIDTHS = (1024, 2048, 14336)
@@ -60,7 +64,7 @@ def _gemv(type: GGMLQuantizationType, kernel: str, rows: list[int]) -> Iterator[
         for n_rows in (1, multiply.MANY_ROWS):
             launch = multiply.gemv_launch(type, m, n_rows)
             if m == 1:  # Triton makes a constant of every 1
-                launch = launch._replace(constants=launch.constants | {"t_rows": 1})
+                launch = replace(launch, constants=launch.constants | {"t_rows": 1})
             block_n = launch.constants["BLOCK_N"]
             case = _case(
                 type, kernel, launch, f" M={m} N={block_n}",
@@ -76,17 +80,19 @@ def _plain(type: GGMLQuantizationType, rows: list[int]) -> Iterator[Case]:
         kernel = multiply_kernels.gemv_plain
         types = COMMON | {"q": q}
         wide = launch.constants["BLOCK_N"]
+        launch = replace(launch, constants=launch.constants | ALONE)
         yield Case(
             f"gemv_plain {type.name} M={m} N={wide}", kernel, types, launch, wide, "1, 1, 32"
         )
 
 
 def _case(
-    type: GGMLQuantizationType, kernel: str, launch: multiply.Launch, suffix: str, **types: str
+    type: GGMLQuantizationType, kernel: str, launch: Launch, suffix: str, **types: str
 ) -> Case:
     planes = {field.name: POINTERS[field.dtype] for field in LAYOUTS[type]}
     planes = {name: planes.get(name, planes["q"]) for name in ("q", "high", "scales", "d")}
     function = getattr(multiply_kernels, kernel)
+    launch = replace(launch, constants=launch.constants | ALONE)
     return Case(f"{kernel} {type.name}{suffix}", function, COMMON | planes | types, launch)
 
 
@@ -104,20 +110,19 @@ def quantize_cases(befores: list[str], widths: list[int]) -> Iterator[Case]:
 def _quantized(made: str, before: Before, n_cols: int) -> Iterator[Case]:
     """The forms of rows; an addend comes with a norm, and only in the order of columns."""
     is_normed = isinstance(before, tuple)
-    forms = [("quantize_int8", {})]
+    forms = [("quantize_int8", {}, {})]
     for is_transposed in (True, False):
         order = {"TRANSPOSED": is_transposed}
         bare = {} if is_normed and not is_transposed else {"add": None}
-        forms += [("quantize_half", order), ("float_rows", order | bare)]
-    for name, constants in forms:
-        how = quantize.launch(before, n_cols, is_whole=name == "quantize_half")
-        constants = constants | how.constants | ({} if is_normed else {"weight": None})
+        forms += [("quantize_half", order, {}), ("float_rows", order, bare)]
+    for name, order, absent in forms:
+        how = quantize.sharing(before, n_cols, is_whole=name == "quantize_half", **order)
+        absent = absent | ({} if is_normed else {"weight": None})
+        launch = replace(how.launch, constants=how.launch.constants | absent)
         types = COMMON | ({"out": "*fp16"} if name == "quantize_half" else {})
-        turned = " transposed" if constants.get("TRANSPOSED") else ""
-        yield Case(
-            f"{name} {made}{turned} B={constants['BLOCK']}",
-            getattr(quantize_kernels, name), types, multiply.Launch(constants, how.options),
-        )  # fmt: skip
+        turned = " transposed" if order.get("TRANSPOSED") else ""
+        title = f"{name} {made}{turned} B={launch.constants['BLOCK']}"
+        yield Case(title, getattr(quantize_kernels, name), types, launch)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ prints a line of JSON per launch; see `aot`.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Cache(NamedTuple):
     ) -> Case:
         """A launch without the parameters `absent`."""
         types = TYPES | {"k": self.pointer, "v": self.pointer}
-        launch = launch._replace(constants=launch.constants | dict.fromkeys(absent))
+        launch = replace(launch, constants=launch.constants | dict.fromkeys(absent))
         return Case(name, kernel, types, launch, copies_wide=wide)
 
 
@@ -54,7 +55,7 @@ def cases(head_sizes: list[int]) -> Iterator[Case]:
 
 
 def _rope(name: str, cache: Cache, spec: Attention) -> Iterator[Case]:
-    launch = attention.Launch(rope.rope_constants(spec), rope.OPTIONS)
+    launch = rope.rope_launch(spec)
     for title, absent in (("", ()), (" without norms", ("q_weight", "k_weight"))):
         yield cache.case(f"rope {name}{title}", rope_kernels.rope_store, launch, absent, False)
 

@@ -7,11 +7,9 @@ prints a line of JSON per launch. Needs Triton, but neither a GPU nor a driver.
 
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
-from gguf_pp.sampling import NO_TOKEN
 from gguf_pp.triton import draw, draw_kernels
-from gguf_pp.triton.choose import N_PARAMS, Kind
+from gguf_pp.triton.choose import Kind
 from tests.aot import Case, parser, run
 
 TYPES = {
@@ -20,19 +18,11 @@ TYPES = {
 }  # fmt: skip
 
 
-class Launch(NamedTuple):
-    """As tests.aot has it."""
-
-    constants: dict[str, Any]
-    options: dict[str, Any]
-
-
 def cases() -> Iterator[Case]:
     """All launches."""
     for kind in (Kind.BEST, Kind.TOP):
-        constants = draw.constants_of(kind) | {"N_PARAMS": N_PARAMS, "NO_TOKEN": NO_TOKEN}
-        launch = Launch(constants, draw.OPTIONS)
-        for kernel in (draw_kernels.candidates, draw_kernels.draw):
+        kernels = draw_kernels.candidates, draw_kernels.draw
+        for kernel, launch in zip(kernels, draw.launches(kind), strict=True):
             yield Case(f"{kernel.__name__} {kind.name}", kernel, TYPES, launch)
 
 

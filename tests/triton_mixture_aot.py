@@ -7,11 +7,13 @@ prints a line of JSON per launch; see `aot`.
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gguf import GGMLQuantizationType
 
 from gguf_pp.triton import mixture, mixture_kernels, mixture_torch, multiply, multiply_kernels
 from gguf_pp.triton.decode_kernels import DECODERS
+from gguf_pp.triton.launching import Launch
 from gguf_pp.triton.planes import LAYOUTS
 from tests.aot import Case, parser, run
 from tests.triton_aot import COMMON, POINTERS
@@ -34,7 +36,7 @@ def cases(types: list[str]) -> Iterator[Case]:
         yield Case(f"best_experts E={n_experts}", mixture_kernels.best_experts, TYPES, launch)
     for add in (True, False):
         launch = mixture.sum_launch()
-        launch = launch._replace(constants=launch.constants | ({} if add else {"add": None}))
+        launch = replace(launch, constants=launch.constants | ({} if add else {"add": None}))
         title = "weighted_sum" + (" added" if add else "")
         yield Case(title, mixture_kernels.weighted_sum, TYPES, launch, least_wide_loads=1)
     for name in types:
@@ -53,7 +55,7 @@ def _products(type: GGMLQuantizationType) -> Iterator[Case]:
                 yield _gemv(kernel, type, launch, title, constants)
         size, most = mixture_torch.TILE_SIZES
         while size <= most:
-            launch = multiply.gemm_launch(type, size, of_tiles=True)
+            launch = multiply.gemm_launch(type, size)
             yield _case("gemm", type, launch, f"M={size} {title}", constants, x="*fp16")
             size *= 2
 
@@ -61,7 +63,7 @@ def _products(type: GGMLQuantizationType) -> Iterator[Case]:
 def _gemv(
     kernel: str,
     type: GGMLQuantizationType,
-    launch: multiply.Launch,
+    launch: Launch,
     title: str,
     constants: dict[str, int],
 ) -> Case:
@@ -74,7 +76,7 @@ def _gemv(
 def _case(
     kernel: str,
     type: GGMLQuantizationType,
-    launch: multiply.Launch,
+    launch: Launch,
     title: str,
     constants: dict[str, int],
     **types: str,
@@ -82,7 +84,7 @@ def _case(
     planes = {field.name: POINTERS[field.dtype] for field in LAYOUTS[type]}
     planes = {name: planes.get(name, planes["q"]) for name in ("q", "high", "scales", "d")}
     absent = {"bias": None, "add": None}
-    launch = launch._replace(constants=launch.constants | constants | absent)
+    launch = replace(launch, constants=launch.constants | constants | absent)
     function = getattr(multiply_kernels, kernel)
     return Case(f"{kernel} {type.name} {title}", function, TYPES | planes | types, launch)
 

@@ -7,12 +7,14 @@ position -1 is padding, sees nothing and results in 0. The host checks slots and
 they stay on the device, so that a CUDA graph can be replayed with others.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
 
 from gguf_pp.ops.base import Attention
 from gguf_pp.triton import attention_kernels as kernels
+from gguf_pp.triton.launching import Launch, cdiv, power_of_2
 
 MIN_CHUNK = 128
 MAX_CHUNKS = 256
@@ -22,11 +24,12 @@ MAX_HEAD_SIZE = 256
 """Beyond it a block's registers spill; the twin has no limit."""
 
 
-class Launch(NamedTuple):
-    """How a kernel is compiled: its constants, and what the compiler is told."""
+class Heads(NamedTuple):
+    """What all kernels are compiled for, by their names of it."""
 
-    constants: dict[str, int]
-    options: dict[str, int]
+    N_HEADS: int
+    N_KV_HEADS: int
+    HEAD_SIZE: int
 
 
 def chunk_cells(n_cells: int) -> int:
@@ -35,15 +38,20 @@ def chunk_cells(n_cells: int) -> int:
     Depends on the cache alone, never on a batch. 128 cells keep every multiprocessor busy in short
     contexts; from 32768 cells on they grow, so that merging stays cheap.
     """
-    return max(MIN_CHUNK, _power_of_2(_cdiv(n_cells, MAX_CHUNKS)))
+    return max(MIN_CHUNK, power_of_2(cdiv(n_cells, MAX_CHUNKS)))
 
 
 def decode_launch(spec: Attention, n_bytes: int, n_cells: int) -> Launch:
     """The launch of `decode_chunks` for elements of `n_bytes` and slots of `n_cells`."""
-    block_d = _power_of_2(spec.head_size)
+    return _decode_launch(_heads(spec), n_bytes, chunk_cells(n_cells))
+
+
+@cache
+def _decode_launch(heads: Heads, n_bytes: int, chunk: int) -> Launch:
+    block_d = power_of_2(heads.HEAD_SIZE)
     constants = {
-        **_shape(spec),
-        "CHUNK": chunk_cells(n_cells),
+        **heads._asdict(),
+        "CHUNK": chunk,
         "BLOCK_G": BLOCK_G,
         "BLOCK_N": _block_cells(block_d, n_bytes),
         "BLOCK_D": block_d,
@@ -53,21 +61,31 @@ def decode_launch(spec: Attention, n_bytes: int, n_cells: int) -> Launch:
 
 def merge_launch(spec: Attention, n_cells: int) -> Launch:
     """The launch of `decode_merge`."""
+    return _merge_launch(spec.n_heads, spec.head_size, chunk_cells(n_cells))
+
+
+@cache
+def _merge_launch(n_heads: int, head_size: int, chunk: int) -> Launch:
     constants = {
-        "N_HEADS": spec.n_heads,
-        "HEAD_SIZE": spec.head_size,
-        "CHUNK": chunk_cells(n_cells),
+        "N_HEADS": n_heads,
+        "HEAD_SIZE": head_size,
+        "CHUNK": chunk,
         "BLOCK_C": 16,
-        "BLOCK_D": _power_of_2(spec.head_size),
+        "BLOCK_D": power_of_2(head_size),
     }
     return Launch(constants, {**_options(0, 2), "num_stages": 1})
 
 
 def prefill_launch(spec: Attention, n_bytes: int, *, exact: bool) -> Launch:
     """The launch of `prefill_tiles`."""
-    block_d = _power_of_2(spec.head_size)
+    return _prefill_launch(_heads(spec), n_bytes, exact)
+
+
+@cache
+def _prefill_launch(heads: Heads, n_bytes: int, exact: bool) -> Launch:
+    block_d = power_of_2(heads.HEAD_SIZE)
     constants = {
-        **_shape(spec),
+        **heads._asdict(),
         "BLOCK_M": 64 if n_bytes == 2 and not (exact and block_d > 64) else 32,
         "BLOCK_N": _block_cells(block_d, n_bytes),
         "BLOCK_D": block_d,
@@ -85,7 +103,7 @@ def decode_attention(
     A row's bits depend neither on the other rows nor on `n_cells`. `sinks` [H] float32 are scores
     that take their share of the softmax and add nothing.
     """
-    n_rows, slot_cells = len(q), k.shape[2]
+    n_rows, slot_cells = q.shape[0], k.shape[2]
     launch = decode_launch(spec, max(k.itemsize, v.itemsize), slot_cells)
     merge = merge_launch(spec, slot_cells)
     n_chunks = _chunks_seen(n_cells, spec.window, chunk_cells(slot_cells))
@@ -93,15 +111,15 @@ def decode_attention(
     tops, masses = (q.new_empty(parts) for _ in range(2))
     totals = q.new_empty((*parts, spec.head_size))
     window = spec.window or UNLIMITED
-    n_tiles = spec.n_kv_heads * _cdiv(spec.n_heads // spec.n_kv_heads, BLOCK_G)
-    kernels.decode_chunks[n_chunks, n_tiles, n_rows](
+    n_tiles = spec.n_kv_heads * cdiv(spec.n_heads // spec.n_kv_heads, BLOCK_G)
+    launch(
+        kernels.decode_chunks, (n_chunks, n_tiles, n_rows),
         q, k, v, slots, positions, tops, masses, totals, slot_cells, window, spec.scale,
-        spec.softcap or None, **launch.constants,
-        **launch.options,
+        spec.softcap or None,
     )  # fmt: skip
-    kernels.decode_merge[spec.n_heads, n_rows](
-        tops, masses, totals, positions, sinks, out, n_chunks, window, **merge.constants,
-        **merge.options,
+    merge(
+        kernels.decode_merge, (spec.n_heads, n_rows),
+        tops, masses, totals, positions, sinks, out, n_chunks, window,
     )  # fmt: skip
 
 
@@ -114,22 +132,18 @@ def prefill_attention(
     Padding rows come last. Unless `exact`, queries and weights are rounded to float16 where keys
     and values are.
     """
-    n_rows, slot_cells = len(q), k.shape[2]
+    n_rows, slot_cells = q.shape[0], k.shape[2]
     launch = prefill_launch(spec, max(k.itemsize, v.itemsize), exact=exact)
-    n_tiles = _cdiv(n_rows, launch.constants["BLOCK_M"])
-    kernels.prefill_tiles[n_tiles, spec.n_heads](
+    n_tiles = cdiv(n_rows, launch.constants["BLOCK_M"])
+    launch(
+        kernels.prefill_tiles, (n_tiles, spec.n_heads),
         q, k, v, slots, positions, sinks, out, n_rows, slot_cells, spec.window or UNLIMITED,
-        spec.scale, spec.softcap or None, **launch.constants,
-        **launch.options,
+        spec.scale, spec.softcap or None,
     )  # fmt: skip
 
 
-def _shape(spec: Attention) -> dict[str, int]:
-    return {
-        "N_HEADS": spec.n_heads,
-        "N_KV_HEADS": spec.n_kv_heads,
-        "HEAD_SIZE": spec.head_size,
-    }
+def _heads(spec: Attention) -> Heads:
+    return Heads(spec.n_heads, spec.n_kv_heads, spec.head_size)
 
 
 def _block_cells(block_d: int, n_bytes: int) -> int:
@@ -137,7 +151,7 @@ def _block_cells(block_d: int, n_bytes: int) -> int:
     return max(16, min(128 // n_bytes, (16 << 10) // (block_d * n_bytes)))
 
 
-def _options(block_d: int, n_bytes: int) -> dict[str, int]:
+def _options(block_d: int, n_bytes: int) -> dict[str, int | bool]:
     """What the compiler is told; what is wide is spread over more registers."""
     n_warps = 4 if block_d <= 128 and n_bytes == 2 else 8
     return {"num_warps": n_warps, "num_stages": 2, "enable_fp_fusion": True}
@@ -145,14 +159,5 @@ def _options(block_d: int, n_bytes: int) -> dict[str, int]:
 
 def _chunks_seen(n_cells: int, window: int, chunk: int) -> int:
     """The most chunks that cells [0, n_cells) or a window lie in."""
-    n_chunks = _cdiv(n_cells, chunk)
-    return min(n_chunks, _cdiv(window - 1, chunk) + 1) if window else n_chunks
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _power_of_2(n: int) -> int:
-    """The least power of two that is not below `n`."""
-    return 1 << (n - 1).bit_length()
+    n_chunks = cdiv(n_cells, chunk)
+    return min(n_chunks, cdiv(window - 1, chunk) + 1) if window else n_chunks

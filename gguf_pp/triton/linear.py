@@ -57,7 +57,7 @@ class Rows:
     def __init__(self, x: Tensor, quantize: ModuleType, before: Before = None) -> None:
         assert x.dtype == torch.float32 and x.is_contiguous(), (x.dtype, x.stride())
         self._x, self._quantize, self._before = x, quantize, before
-        self.n_rows = len(x)
+        self.n_rows: int = x.shape[0]
 
     def __len__(self) -> int:
         return self.n_rows
@@ -160,14 +160,16 @@ class MatrixOps:
         assert add is None or add.is_contiguous(), add.stride()
         rows = x if isinstance(x, Rows) else self.prepared(x)
         out = torch.empty(rows.n_rows, w.n_rows, device=self.device)
+        if not rows.n_rows:
+            return out
         for first, part in w.parts():
+            if part.n_rows == w.n_rows:
+                self._multiply(rows, part, out, exact, bias, add)
+                continue
             stop = first + part.n_rows
-            addends = {
-                "bias": None if bias is None else bias[first:stop],
-                "add": None if add is None else add[:, first:stop],
-            }
-            if rows.n_rows:
-                self._multiply(rows, part, out[:, first:stop], exact, addends)
+            some_bias = None if bias is None else bias[first:stop]
+            some_add = None if add is None else add[:, first:stop]
+            self._multiply(rows, part, out[:, first:stop], exact, some_bias, some_add)
         return out
 
     def rows(self, w: DeviceMatrix, ids: Tensor) -> Tensor:
@@ -187,11 +189,17 @@ class MatrixOps:
         return out
 
     def _multiply(
-        self, x: Rows, w: Planes, out: Tensor, exact: bool, addends: dict[str, Tensor | None]
+        self,
+        x: Rows,
+        w: Planes,
+        out: Tensor,
+        exact: bool,
+        bias: Tensor | None,
+        add: Tensor | None,
     ) -> None:
         kernel = self._kernel(x, w, exact)
         if kernel is not None:
-            kernel(w, out, **addends)
+            kernel(w, out, bias=bias, add=add)
             return
         if exact or not self._halves(w):
             self._by_scratch(x.values, w, out)
@@ -200,7 +208,7 @@ class MatrixOps:
         else:
             values, scales = x.half
             self._by_scratch(values, w, out, (scales / self._gain(w)).unsqueeze(-1))
-        for addend in addends.values():
+        for addend in (bias, add):
             if addend is not None:
                 out += addend
 

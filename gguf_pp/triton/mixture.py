@@ -1,24 +1,27 @@
 """Which experts serve a row, and the sum of what they make of it, in Triton; `mixture_torch` has
 the same functions in torch."""
 
+from functools import cache
+
 import torch
-import triton
 from torch import Tensor
 
 from gguf_pp.triton import mixture_kernels as kernels
+from gguf_pp.triton.launching import Launch, cdiv, power_of_2
 from gguf_pp.triton.mixture_torch import Chosen
-from gguf_pp.triton.multiply import Launch
 
 SUM_BLOCK = 256
 """Columns that a program adds up: few, as there may be one row only."""
 
 
+@cache
 def best_launch(n_experts: int) -> Launch:
     """How `best_experts` is compiled."""
-    block = max(32, triton.next_power_of_2(n_experts))
+    block = max(32, power_of_2(n_experts))
     return Launch({"BLOCK": block}, _options(min(8, max(1, block // 256))))
 
 
+@cache
 def sum_launch() -> Launch:
     """How `weighted_sum` is compiled."""
     return Launch({"BLOCK": SUM_BLOCK}, _options(2))
@@ -31,21 +34,15 @@ def best_experts(logits: Tensor, n_used: int) -> Chosen:
         torch.empty(n_rows, n_used, dtype=torch.int32, device=logits.device),
         logits.new_empty(n_rows, n_used),
     )
-    launch = best_launch(n_experts)
-    kernels.best_experts[(n_rows,)](
-        logits, *chosen, n_experts, n_used, **launch.constants, **launch.options
-    )
+    best_launch(n_experts)(kernels.best_experts, (n_rows,), logits, *chosen, n_experts, n_used)
     return chosen
 
 
 def weighted_sum(y: Tensor, weights: Tensor, out: Tensor, *, add: Tensor | None) -> Tensor:
     """As `mixture_torch.weighted_sum`, bit for bit."""
     n_rows, n_used = weights.shape
-    launch = sum_launch()
-    grid = (n_rows, triton.cdiv(out.shape[1], SUM_BLOCK))
-    kernels.weighted_sum[grid](
-        y, weights, add, out, out.shape[1], n_used, **launch.constants, **launch.options
-    )
+    grid = n_rows, cdiv(n_cols := out.shape[1], SUM_BLOCK)
+    sum_launch()(kernels.weighted_sum, grid, y, weights, add, out, n_cols, n_used)
     return out
 
 

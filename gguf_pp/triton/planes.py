@@ -9,6 +9,7 @@ stay as they are. Offsets are those of ggml's block structs.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,8 @@ LAYOUTS: Mapping[GGMLQuantizationType, tuple[Field, ...]] = {
 }
 """The planes of each type that has kernels. Other types stay in one plane of bytes."""
 
+OPERANDS = ("q", "high", "scales", "d")
+
 # Where the float16 of a block begin, how many there are, and how many times the greatest of them
 # a weight can be in absolute value, rounded up.
 _LARGEST: Mapping[GGMLQuantizationType, tuple[int, int, int]] = {
@@ -91,7 +94,7 @@ def has_kernels(type: GGMLQuantizationType) -> bool:
     return type in LAYOUTS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planes:
     """Rows of one type: `planes[name]` is [n_rows, n], all on one device.
 
@@ -104,10 +107,16 @@ class Planes:
     planes: Mapping[str, Tensor]
     gain: float
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
         """Rows of the matrix."""
         return len(next(iter(self.planes.values())))
+
+    @cached_property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The planes in the order of the kernels' parameters; codes stand in for what there is
+        not."""
+        return tuple(self.planes.get(name, self.planes["q"]) for name in OPERANDS)
 
     @property
     def n_bytes(self) -> int:
