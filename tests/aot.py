@@ -99,7 +99,7 @@ def _kernel(case: Case, arch: int) -> Any:
 def report(case: Case, arch: int) -> dict[str, Any]:
     """What one launch takes, and what is wrong with it."""
     kernel, cubin = compiled(case, arch)
-    usage, ptx = _usage(cubin), kernel.asm["ptx"]
+    usage, ptx = usage_of(cubin), kernel.asm["ptx"]
     wide = len(WIDE_LOAD.findall(ptx)) + len(WIDE_COPY.findall(ptx))
     return {
         "case": case.name, "arch": arch, "registers": usage["REG"],
@@ -129,7 +129,7 @@ def _problems(
         yield "nothing is stored"
 
 
-def _usage(cubin: bytes) -> dict[str, int]:
+def usage_of(cubin: bytes) -> dict[str, int]:
     """Registers of a thread, and the bytes of its stack and local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

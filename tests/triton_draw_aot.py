@@ -13,7 +13,7 @@ from gguf_pp.triton.choose import Kind
 from tests.aot import Case, parser, run
 
 TYPES = {
-    "logits": "*fp32", "params": "*fp64", "ends": "*i64", "keys": "*i64", "out": "*i32",
+    "logits": "*fp32", "choices": "*fp64", "ends": "*i64", "keys": "*i64", "out": "*i32",
     "n_vocab": "i32", "n_ends": "i32", "n_keys": "i32",
 }  # fmt: skip
 

@@ -71,7 +71,7 @@ def _largest(keys, turn, N_BITS: tl.constexpr, K_BITS: tl.constexpr):
 
 @triton.jit
 def candidates(
-    logits, params, ends, keys, n_vocab, n_ends,
+    logits, choices, ends, keys, n_vocab, n_ends,
     N_PARAMS: tl.constexpr, K_BITS: tl.constexpr, N_BITS: tl.constexpr,
 ):  # fmt: skip
     """The K largest of each block of 1 << N_BITS logits: `keys` int64 [n, n_blocks, K], sorted,
@@ -83,7 +83,7 @@ def candidates(
     block = tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * n_vocab + index, mask=index < n_vocab, other=float("-inf"))
-    if tl.load(params + row * N_PARAMS + 5) != 0:
+    if tl.load(choices + row * N_PARAMS + 5) != 0:
         for i in range(n_ends):
             x = tl.where(index == tl.load(ends + i).to(tl.int32), float("-inf"), x)
     keys += (row * tl.num_programs(1) + block) * K
@@ -105,10 +105,10 @@ def _some(keys, first, n_keys, N_BITS: tl.constexpr):
 
 
 @triton.jit
-def _place(values, top, params, n_vocab, K: tl.constexpr):
+def _place(values, top, choices, n_vocab, K: tl.constexpr):
     """As `choose._draw`, one row of float32 [K]."""
-    temperature, top_k, top_p = tl.load(params), tl.load(params + 1), tl.load(params + 2)
-    min_p, number = tl.load(params + 3), tl.load(params + 4)
+    temperature, top_k, top_p = tl.load(choices), tl.load(choices + 1), tl.load(choices + 2)
+    min_p, number = tl.load(choices + 3), tl.load(choices + 4)
     rank = tl.arange(0, K)
     gaps = values.to(tl.float64) - top.to(tl.float64)
     weights = tl.where(rank < top_k, tl.exp(gaps), 0.0)
@@ -126,7 +126,7 @@ def _place(values, top, params, n_vocab, K: tl.constexpr):
 
 @triton.jit
 def draw(
-    keys, params, out, n_keys, n_vocab,
+    keys, choices, out, n_keys, n_vocab,
     N_PARAMS: tl.constexpr, NO_TOKEN: tl.constexpr, K_BITS: tl.constexpr, N_BITS: tl.constexpr,
 ):  # fmt: skip
     """A token int32 [n] for each row of `keys` [n, n_keys], which `candidates` made."""
@@ -146,7 +146,7 @@ def draw(
             best = _sorted(tl.maximum(best, more), 0, K_BITS, K_BITS)
         best = tl.reshape(best, (K,))
         top = tl.max(best, axis=0)
-        place = _place(_value(best), _value(top), params + row * N_PARAMS, n_vocab, K)
+        place = _place(_value(best), _value(top), choices + row * N_PARAMS, n_vocab, K)
         token = tl.sum(tl.where(tl.arange(0, K) == place, _index(best), 0), axis=0)
     is_finite = tl.abs(_value(top)) < float("inf")
     tl.store(out + row, tl.where(is_finite, token, NO_TOKEN))
