@@ -67,6 +67,11 @@ CUresult cuCtxGetCurrent(CUcontext *current) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuCtxGetDevice(CUdevice *device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+
 CUresult cuCtxSetCurrent(CUcontext current) { return CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 0; return CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
@@ -75,6 +80,11 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   /* What ptxas makes is an ELF file. */
   if (memcmp(image, "\177ELF", 4)) return CUDA_ERROR_INVALID_IMAGE;
   *module = (CUmodule)&context;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
 

@@ -108,7 +108,7 @@ def test_the_condition_that_keeps_pipelining_off_is_named(capsys, chat_model, fl
 
 
 def test_what_is_less_than_asked_is_said(capsys, chat_model):
-    flags = ("--memory", "cuda:0=66m,cuda:1=71m", "-ub", "4096", "-b", "4096", "-c", "64")
+    flags = ("--memory", "cuda:0=70m,cuda:1=75m", "-ub", "4096", "-b", "4096", "-c", "64")
     flags += ("-ngl", "all")
     _, out, _ = plan(capsys, chat_model, *flags)
     line = next(line for line in out.splitlines() if line.startswith("less than asked"))

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, on a stand-in that does again what was captured, in place."""
+"""Steps as CUDA graphs, on a stand-in that does again what was captured, in place."""
 
 import logging
 from functools import partial
@@ -57,7 +57,39 @@ def test_a_context_that_outgrows_its_graph_gets_another(chat_model, now):
 
     assert len(ids("cpu")) == GREEDY["max_tokens"]
     assert ids("cuda:0") == ids("cpu")
-    assert now.log.count("capture") == 2  # for 256 cells, and for 512
+    # A full part of the prompt; decode steps for 256 cells, and for 512.
+    assert now.log.count("capture") == 3
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"], ["cpu", "cuda:0", "cuda:1"]])
+@pytest.mark.parametrize("n_tokens", [48, 49, 100])
+def test_full_parts_of_a_prompt_are_replayed_wherever_they_stand(
+    chat_model, now, devices, n_tokens
+):
+    def ids(devices):
+        with gguf_pp.load(chat_model, devices=devices, parallel=2, **OPTIONS) as llm:
+            prompts = [(llm.tokenize(text) * 90)[:n_tokens] for text in ("several words", "x y")]
+            found = []
+            for prompt in (*prompts, prompts[1], prompts[0]):  # other slots, other tokens
+                found.append(llm.generate(prompt, max_tokens=1, temperature=0).completion().ids)
+            return found
+
+    wanted = ids(["cpu"])
+    now.log.clear()
+    assert ids(devices) == wanted
+    n_cuda = sum("cuda" in name for name in devices)
+    n_parts = 2 * ((n_tokens - 1) // OPTIONS["ubatch_size"])  # of prompts that are not repeated
+    assert now.log.count("capture") >= n_cuda
+    assert now.log.count("replay") >= n_cuda * (n_parts - 1)  # the first goes kernel by kernel
+
+
+def test_a_full_part_that_wants_logits_is_not_replayed(chat_model, now):
+    with gguf_pp.load(chat_model, devices=["cuda:0"], **OPTIONS) as llm:
+        tokens = (llm.tokenize("several words") * 9)[:48]
+        logits = llm.logits(tokens)
+    with gguf_pp.load(chat_model, devices=["cpu"], **OPTIONS) as llm:
+        torch.testing.assert_close(torch.tensor(logits), torch.tensor(llm.logits(tokens)))
+    assert "replay" not in now.log
 
 
 def test_a_step_is_captured_when_it_comes_for_the_second_time(chat_model, now):

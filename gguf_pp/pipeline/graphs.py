@@ -1,9 +1,13 @@
-"""Decode steps of a stage as CUDA graphs: what the host would launch kernel by kernel, in one call.
+"""Steps of a stage as CUDA graphs: what the host would launch kernel by kernel, in one call.
 
-There is a graph for every number of rows, rounded up to a power of two, and for every power of two
-of cells that attention looks at, beside the way in which tokens are chosen. A step that is new runs
-kernel by kernel, which also compiles them; when it comes again it is captured, and replayed from
-then on. What cannot be captured goes on kernel by kernel.
+For decode steps there is a graph for every number of rows, rounded up to a power of two, and for
+every power of two of cells that attention looks at, beside the way in which tokens are chosen. One
+more is for each size of ubatch that a longer prompt goes in, as long as no logits are wanted: one
+thread launches for all devices, and of several that compute such a part in a few milliseconds each,
+most would wait for it. The last, shorter part of a prompt goes kernel by kernel.
+
+A step that is new runs kernel by kernel, which also compiles them; when it comes again it is
+captured, and replayed from then on. What cannot be captured goes on kernel by kernel.
 """
 
 import gc
@@ -21,11 +25,12 @@ from gguf_pp.ops.base import LayerKV
 from gguf_pp.pipeline.kinds import Step, StepSizes
 from gguf_pp.pipeline.placement import logits_rows
 from gguf_pp.triton.choose import Kind, kind_of
+from gguf_pp.triton.launching import power_of_2
 from gguf_pp.triton.ops import DeviceOps
 from gguf_pp.triton.standing import StandingRows
 
 MAX_ROWS = 64
-"""Rows up to which launching costs more than computing."""
+"""Of a decode step: up to as many, launching costs more than computing."""
 MIN_CELLS = 256
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -40,12 +45,13 @@ class Shape(NamedTuple):
     n_rows: int
     n_cells: int
     kind: Kind | None
+    of_prompt: bool
 
 
 class StepGraphs:
     """The graphs of one stage, used inside its compute stream.
 
-    `x` float32 [max_rows, E] takes hidden states in.
+    `x` float32 [n, E] takes hidden states in. Decode steps have `max_rows` rows at most.
     """
 
     def __init__(
@@ -56,30 +62,38 @@ class StepGraphs:
         kv: LayerKV | None,
         sizes: StepSizes,
     ) -> None:
-        """`kv` is of any layer. Memory is that of the device's margin; raises what torch raises if
-        there is none."""
-        self.max_rows = min(MAX_ROWS, _power_of_2(sizes.n_slots))
+        """`kv` is of any layer. Raises what torch raises if there is no memory."""
+        self.max_rows = min(MAX_ROWS, power_of_2(sizes.n_slots))
         if sizes.heads:
-            self.max_rows = min(self.max_rows, _power_of_2(logits_rows(sizes.n_outputs) + 1) // 2)
+            self.max_rows = min(self.max_rows, power_of_2(logits_rows(sizes.n_outputs) + 1) // 2)
         self.n_captured = 0
         self._name, self._ops, self._step, self._kv = backend.name, ops, step, kv
         self._takes_ids, self._heads = sizes.n_inputs == 0, sizes.heads
         self._cuda = backend.api.cuda
-        self._rows: dict[int, StandingRows] = {}
+        self._part_rows = sizes.n_rows if kv is not None and sizes.n_rows > 1 else 0
+        self._rows: dict[tuple[int, bool], StandingRows] = {}
         self._graphs: dict[Shape, Any] = {}
         self._failed: list[Any] = []
         self._has_warned = False
         self._pool = self._cuda.graph_pool_handle()
-        self.x = torch.zeros(self.max_rows, sizes.n_inputs, device=ops.device)
-        self._out = torch.empty(self.max_rows, sizes.n_outputs, device=ops.device)
+        most = max(self.max_rows, self._part_rows)
+        self.x = torch.zeros(most, sizes.n_inputs, device=ops.device)
+        n_out = self.max_rows if sizes.heads else most
+        self._out = torch.empty(n_out, sizes.n_outputs, device=ops.device)
         self._chosen = torch.empty(self.max_rows, dtype=torch.int32, device=ops.device)
 
     def takes(self, ubatch: UBatch) -> bool:
-        """Whether `ubatch` is a decode step: rows of their own sequences, which all want logits if
-        there are any."""
+        """Whether `ubatch` is a decode step, rows of their own sequences which all want logits if
+        there are any; or a part of a prompt as large as ubatches are, of which none are wanted."""
         n_rows = ubatch.n_rows
         is_step = n_rows <= self.max_rows and len(ubatch.spans) == n_rows
-        return is_step and (not self._heads or len(ubatch.outputs) == n_rows)
+        is_step = is_step and (not self._heads or len(ubatch.outputs) == n_rows)
+        return is_step or self._is_part(ubatch)
+
+    def _is_part(self, ubatch: UBatch) -> bool:
+        n_rows = ubatch.n_rows
+        is_full = n_rows == self._part_rows or 1 < n_rows == power_of_2(n_rows) < self._part_rows
+        return is_full and len(ubatch.spans) == 1 and not (self._heads and ubatch.outputs)
 
     def run(
         self, ubatch: UBatch, fill_in: Callable[[Tensor], None]
@@ -87,14 +101,15 @@ class StepGraphs:
         """Queue the step of `ubatch`, whose hidden states are in `x` if it has any.
 
         `fill_in` gets its token ids on the device, to put in what the host did not know. Returns
-        hidden states or logits [n_rows, n_outputs], and chosen tokens int32 [n_rows] if there are
-        choices. The next step overwrites both.
+        hidden states or logits [n_rows, n_outputs], nothing of a prompt where logits are made, and
+        chosen tokens int32 [n_rows] if there are choices. The next step overwrites both.
         """
         n_rows = ubatch.n_rows
         shape = self._shape_of(ubatch)
-        rows = self._rows.get(shape.n_rows)
+        rows = self._rows.get((shape.n_rows, shape.of_prompt))
         if rows is None:
-            rows = self._rows[shape.n_rows] = StandingRows(shape.n_rows, self._ops.device)
+            rows = StandingRows(shape.n_rows, self._ops.device, of_prompt=shape.of_prompt)
+            self._rows[shape.n_rows, shape.of_prompt] = rows
         self._ops.stand(rows, ubatch, self._kv)
         if self._takes_ids:
             fill_in(rows.ids[:n_rows])
@@ -106,23 +121,35 @@ class StepGraphs:
             self._graphs[shape] = None
         else:
             graph()
-        return self._out[:n_rows], None if shape.kind is None else self._chosen[:n_rows]
+        n_out = 0 if self._heads and shape.of_prompt else n_rows
+        return self._out[:n_out], None if shape.kind is None else self._chosen[:n_rows]
 
     def _shape_of(self, ubatch: UBatch) -> Shape:
-        end = max(span.start for span in ubatch.spans) + 1
-        n_cells = 0
-        if self._kv is not None:
-            n_cells = min(self._kv.n_cells, max(MIN_CELLS, _power_of_2(end)))
+        if self._is_part(ubatch):
+            return Shape(ubatch.n_rows, self._cells_of(ubatch), None, of_prompt=True)
         chooses = self._heads and any(ubatch.choices)
         kind = kind_of(ubatch.choices) if chooses else None
-        return Shape(_power_of_2(ubatch.n_rows), n_cells, kind)
+        n_rows = power_of_2(ubatch.n_rows)
+        return Shape(n_rows, self._cells_of(ubatch), kind, of_prompt=False)
+
+    def _cells_of(self, ubatch: UBatch) -> int:
+        """Cells that a graph for `ubatch` looks at."""
+        if self._kv is None:
+            return 0
+        if self._is_part(ubatch) and self._ops.looks_everywhere(self._kv):
+            return self._kv.n_cells
+        end = max(span.start + span.n_rows for span in ubatch.spans)
+        return min(self._kv.n_cells, max(MIN_CELLS, power_of_2(end)))
 
     def _queue(self, shape: Shape, rows: StandingRows) -> None:
         """Launch the step for all of `rows`, kernel by kernel."""
-        out = self._out[: shape.n_rows]
         with self._ops.standing(rows, shape.n_cells) as template:
             x = rows.ids if self._takes_ids else self.x[: shape.n_rows]
-            out.copy_(self._step(x, template))
+            made = self._step(x, template)
+        if self._heads and shape.of_prompt:
+            return
+        out = self._out[: shape.n_rows]
+        out.copy_(made)
         if shape.kind is not None:
             chosen = self._ops.choose(out, rows.choices, shape.kind)
             self._chosen[: shape.n_rows].copy_(chosen)
@@ -166,10 +193,5 @@ class StepGraphs:
     def _tell(self, shape: Shape, why: BaseException) -> None:
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
-        what = "%s decodes %d rows without a CUDA graph: %s"
+        what = "%s computes %d rows at a time without a CUDA graph: %s"
         log.log(level, what, self._name, shape.n_rows, why)
-
-
-def _power_of_2(n: int) -> int:
-    """The least power of two that is not below `n`."""
-    return 1 << (n - 1).bit_length()

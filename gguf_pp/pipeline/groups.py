@@ -5,15 +5,23 @@ from collections.abc import Iterable, Sequence
 
 
 def auto_ubatch_size(n_tokens: int, n_stages: int, overhead_rows: int, limit: int) -> int:
-    """The ubatch size that minimizes the time of a prompt of `n_tokens` over `n_stages`.
+    """The ubatch size that minimizes the time of a prompt of `n_tokens` over `n_stages`: a power of
+    two from 8 on, or the limit.
 
     With S rows a ubatch costs c + S (in rows; c is `overhead_rows`), and the pipeline takes
-    (n/S + P - 1)(c + S): least at S = sqrt(n c / (P - 1)). One stage has no bubble: the limit.
+    (n/S + P - 1)(c + S): least at S = sqrt(n c / (P - 1)), and little more around it. So prompts of
+    other lengths have ubatches of few sizes, for which devices can keep what they made. One stage
+    has no bubble: the limit.
     """
     if n_stages < 2:
         return limit
+
+    def cost(size: int) -> float:
+        return (n_tokens / size + n_stages - 1) * (overhead_rows + size)
+
     best = math.sqrt(n_tokens * overhead_rows / (n_stages - 1))
-    return max(min(8, limit), min(limit, 8 * round(best / 8)))
+    below = 1 << max(3, math.floor(math.log2(max(best, 1))))
+    return min(limit, min(2 * below, below, key=cost))
 
 
 def choose_groups(n_sequences: int, n_stages: int, a: float, b: float, host_s: float) -> int:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from gguf_pp.pipeline.outlet import CudaOutlet
 
 Step = Callable[["Tensor", UBatch], "Tensor"]
-"""Queues a stage's work: token ids int64 [T] or hidden states [T, E] to hidden states or logits."""
+"""Queues a stage's work: token ids int64 [T] or hidden states [T, E] to hidden states, or to the
+logits of all rows if there are outputs for them."""
 
 log = logging.getLogger("gguf_pp")
 
@@ -40,10 +41,11 @@ class Chooser(Protocol):
 
 
 class StepSizes(NamedTuple):
-    """Of a stage's decode steps: `n_slots` sequences at most; `n_inputs` columns of hidden states
-    come in, or token ids (0); `n_outputs` go out, which are logits if `heads`."""
+    """Of a stage's steps: `n_slots` sequences and `n_rows` rows at most; `n_inputs` columns of
+    hidden states come in, or token ids (0); `n_outputs` go out, which are logits if `heads`."""
 
     n_slots: int
+    n_rows: int
     n_inputs: int
     n_outputs: int
     heads: bool
@@ -89,7 +91,7 @@ def make_outlet(backend: Backend, n_slots: int, n_vocab: int) -> CudaOutlet | No
 def make_steps(
     backend: Backend, ops: Ops, step: Step, kv: LayerKV | None, sizes: StepSizes
 ) -> StepGraphs | None:
-    """Graphs of the decode steps of a stage; None on other devices, and where they cannot be."""
+    """Graphs of the steps of a stage; None on other devices, and where they cannot be."""
     if (cuda := _as_cuda(backend)) is None:
         return None
     from gguf_pp.pipeline.graphs import StepGraphs
@@ -103,7 +105,7 @@ def make_steps(
     except Exception as exc:
         if not is_out_of_memory(exc):
             raise
-        log.warning("%s decodes without CUDA graphs: %s", backend.name, exc)
+        log.warning("%s computes without CUDA graphs: %s", backend.name, exc)
         return None
 
 

@@ -282,9 +282,11 @@ def logits_rows(n_vocab: int) -> int:
 
 def scratch_bytes(model: Model, part: Part, rung: Rung, device: str) -> int:
     """An upper estimate of the activations alive at once in a layer, and the logits; and what a
-    CUDA device has of its own: room for products, experts, indexes, rotation tables.
+    CUDA device has of its own: room for products, experts, indexes, rotation tables, and for the
+    graph of a full ubatch, whose activations and ends are its own.
 
-    What copying weights takes there for a while (a chunk) and graphs is in the device's margin.
+    What copying weights takes there for a while (a chunk) and graphs of decode steps is in the
+    device's margin.
     """
     hp = model.hp
     width = 4 * hp.n_embd + 3 * hp.n_ff + 2 * sum(hp.qkv_rows)
@@ -292,6 +294,7 @@ def scratch_bytes(model: Model, part: Part, rung: Rung, device: str) -> int:
     if is_cuda(device):
         n_bytes += PRODUCT_BYTES + INDEX_BYTES
     if is_cuda(device) and part.layers:
+        n_bytes += 4 * rung.ubatch_size * (width + 2 * hp.n_embd)
         n_bytes += PAIRS_BYTES * (hp.n_experts > 0)
         # Cosines and sines of half the rotated dimensions.
         n_bytes += 4 * rung.ctx_size * sum(rope.n_rot for rope in model.ropes)

@@ -63,7 +63,7 @@ class LayerStage:
     """The layers of `part`, and the ends of the model if they are in it.
 
     `recent` are (rows, outputs, seconds) of the ubatches computed last. `uses_graphs`, until
-    weights are loaded, is whether CUDA devices may launch decode steps as graphs.
+    weights are loaded, is whether CUDA devices may launch steps as graphs.
     """
 
     elapsed_s = None
@@ -96,7 +96,7 @@ class LayerStage:
         self._head: Any = None
         self._kv: list[LayerKV] = []
         self._input: Tensor | None = None
-        self._n_slots = 0
+        self._n_slots = self._n_rows = 0
         self._outlet: CudaOutlet | None = None
         self._steps: StepGraphs | None = None
         self._chooser = chooser_of(backend, self.ops)
@@ -190,12 +190,13 @@ class LayerStage:
         self._make_steps()
 
     def _make_steps(self) -> None:
-        """Once the weights are here: what the graphs of decode steps need besides them."""
+        """Once the weights are here: what graphs of steps need besides them."""
         if not self.uses_graphs:
             return
         n_embd, heads = self._model.hp.n_embd, self.part.heads
         sizes = StepSizes(
             n_slots=self._n_slots,
+            n_rows=self._n_rows,
             n_inputs=0 if self.part.embeds else n_embd,
             n_outputs=self._head.output.n_rows if heads else n_embd,
             heads=heads,
@@ -231,7 +232,7 @@ class LayerStage:
         scratch = scratch_bytes(self._model, self.part, rung, self.name)
         self.backend.reserve(scratch, "scratch")
         self.scratch_bytes = scratch
-        self._n_slots = n_slots
+        self._n_slots, self._n_rows = n_slots, rung.ubatch_size
 
     def _allocate_kv(
         self, n_slots: int, n_cells: int, n_kv_heads: int, head_size: int, k_type: str, v_type: str
@@ -271,7 +272,7 @@ class LayerStage:
         deliver = None
         if self._steps is not None and self._steps.takes(ubatch):
             made, chosen = self._steps.run(ubatch, partial(self._fill_in, ubatch))
-            if self.part.heads:
+            if self.part.heads and ubatch.outputs:
                 deliver = self._deliver(self._send(made, chosen, range(len(made)), ubatch, take))
         else:
             made = self._walk(self._taken_in(ubatch), ubatch)
@@ -306,9 +307,10 @@ class LayerStage:
         return x
 
     def _step(self, x: Tensor, ubatch: UBatch) -> Tensor:
-        """The same and on, in the last stage, to the logits of all rows."""
+        """The same and on, in the last stage, to the logits of all rows if any are wanted."""
         x = self._walk(x, ubatch)
-        return self._model.logits(self.ops, self._head, x) if self.part.heads else x
+        has_logits = self.part.heads and ubatch.outputs
+        return self._model.logits(self.ops, self._head, x) if has_logits else x
 
     def _emit(self, x: Tensor, ubatch: UBatch, take: Take) -> Deliver | None:
         """Logits of the rows that want them, a few at a time, to `take`."""

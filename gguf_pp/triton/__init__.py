@@ -2,7 +2,7 @@
 
 Per topic three modules: `x_kernels` has the kernels and loads Triton, `x` launches them, `x_torch`
 has the same functions in plain torch. What loads without Triton: this module, `planes`, `matrix`,
-`linear`, `choose`, `standing` and all that end in `_torch`.
+`linear`, `choose`, `standing`, `launching` and all that end in `_torch`.
 """
 
 import os

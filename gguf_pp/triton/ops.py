@@ -13,7 +13,6 @@ from itertools import groupby
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from gguf_pp.triton.experts import ExpertOps
 from gguf_pp.triton.linear import MatrixOps, Rows
 from gguf_pp.triton.matrix import DeviceExperts, DeviceMatrix
 from gguf_pp.triton.planes import CHUNK_BYTES
-from gguf_pp.triton.standing import StandingRows
+from gguf_pp.triton.standing import StandingRows, places
 
 N_UPLOADS = 16
 UPLOAD_BYTES = 64 << 10
@@ -125,6 +124,12 @@ class DeviceOps:
     def is_graphable(self) -> bool:
         """Whether what is queued here can be captured in a CUDA graph."""
         return self._products.why_torch is not None or not is_interpreted()
+
+    def looks_everywhere(self, kv: LayerKV) -> bool:
+        """Whether what rows of a prompt launch is the same wherever they stand in `kv`, as each
+        finds out by itself which cells it sees."""
+        assert isinstance(kv, DeviceLayerKV)
+        return self._attention_for(kv.k.shape[3]) is not attention_torch
 
     def matrix(self, parts: Sequence[RawTensor]) -> DeviceMatrix:
         """Copy quantized tensors to planes on the device, stacked by rows."""
@@ -229,8 +234,8 @@ class DeviceOps:
         return self.choose(logits, params, kind_of(choices))
 
     def stand(self, rows: StandingRows, ubatch: UBatch, kv: LayerKV | None) -> None:
-        """Bring to `rows` where those of `ubatch` stand, one token each; `kv` is any layer's, None
-        in a stage without layers. Raises ValueError for a row outside of it."""
+        """Bring to `rows` where those of `ubatch` stand; `kv` is any layer's, None in a stage
+        without layers. Raises ValueError for a row outside of it."""
         if kv is not None:
             _check_cells(ubatch, kv)
         self._send(rows.packed(ubatch), rows.memory)
@@ -239,7 +244,7 @@ class DeviceOps:
     def standing(self, rows: StandingRows, n_cells: int) -> Iterator[UBatch]:
         """Inside, the ubatch that this gives stands wherever `rows` say when the work is done,
         at cells below `n_cells`."""
-        piece = Piece(0, rows.n_rows, n_cells, decodes=True)
+        piece = Piece(0, rows.n_rows, n_cells, decodes=rows.n_choices > 0)
         self._places = _Places(rows.template, rows.slots, rows.positions, (piece,))
         try:
             yield rows.template
@@ -254,11 +259,7 @@ class DeviceOps:
         """Made for the first layer that asks; the layers after it have the same ubatch."""
         if self._places is None or self._places.ubatch is not ubatch:
             _check_cells(ubatch, kv)
-            spans = ubatch.spans
-            slots = np.repeat([span.slot for span in spans], [span.n_rows for span in spans])
-            positions = np.concatenate([np.arange(s.start, s.start + s.n_rows) for s in spans])
-            both = torch.from_numpy(np.stack((slots, positions)).astype(np.int32))
-            here = self._bring(both)
+            here = self._bring(torch.from_numpy(places(ubatch)))
             self._places = _Places(ubatch, here[0], here[1], tuple(pieces_of(ubatch)))
         return self._places
 

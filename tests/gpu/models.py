@@ -32,6 +32,7 @@ CAP = "cuda:0={}"
 """What caps the memory of ONE."""
 N_TOKENS = 48
 N_STREAMS = 16
+PROMPT_UBATCHES = 8
 EXACT_LOGITS, ROUNDED_LOGITS = 2e-3, 0.2
 """The most that logits may be off from the CPU's, in their standard deviations."""
 
@@ -305,7 +306,7 @@ def worker(cache: str, device: str) -> Iterator[str]:
 
 
 def check_graphs(part: str, report: Report) -> None:
-    """Decode steps as graphs against kernel by kernel: ids and tokens/s."""
+    """Steps as graphs against kernel by kernel: ids, and tokens/s of decoding and of a prompt."""
     require_built()
     report.tell(replays=cuda_trials.graph_replays(torch, 0))
     with model_of(report) as path:
@@ -314,18 +315,31 @@ def check_graphs(part: str, report: Report) -> None:
             for name, graphs in (("eager", False), ("graphs", True)):
                 options = {"parallel": n_streams, "exact": False, "cuda_graphs": graphs}
                 with load(path, devices, **options) as llm:
+                    rate, first = _prompt_rate(llm)
                     _decode(llm, n_streams, 8)
                     start = time.perf_counter()
-                    ids[name] = _decoded(llm, n_streams, N_TOKENS)
+                    ids[name] = [first, *_decoded(llm, n_streams, N_TOKENS)]
                     seconds = time.perf_counter() - start
                     figures[name] = {
-                        "tokens_per_s": sum(map(len, ids[name])) / seconds,
+                        "tokens_per_s": sum(map(len, ids[name][1:])) / seconds,
+                        "prompt_tokens_per_s": rate,
                         "captured": [_n_captured(stage) for stage in llm._pipeline.stages],
                     }
             name = f"{len(devices)} stages, {n_streams} sequences"
             report.tell(**{name: figures})
             report.require(all(figures["graphs"]["captured"]), f"{name}: nothing was captured")
             report.require(ids["eager"] == ids["graphs"], f"{name}: ids differ with graphs")
+
+
+def _prompt_rate(llm: LLM) -> tuple[float, list[int]]:
+    """Tokens/s of a prompt of several full ubatches after two more of them, which compile and
+    capture; and its first token."""
+    for seed in range(3):
+        prompt = prompt_of(llm, PROMPT_UBATCHES * llm._pipeline.rung.ubatch_size + 1, seed)
+        start = time.perf_counter()
+        found = llm.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True).completion().ids
+        seconds = time.perf_counter() - start
+    return len(prompt) / seconds, found
 
 
 def _n_captured(stage: Any) -> int:
