@@ -203,7 +203,7 @@ class EngineFlags:
         bool,
         _place(
             "--cuda-graphs/--no-cuda-graphs",
-            help="Launch decode steps of CUDA devices whole, or kernel by kernel.",
+            help="Launch steps of CUDA devices whole, or kernel by kernel.",
         ),
     ] = True
     wire: Annotated[

@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from gguf_pp.triton import launching
 from gguf_pp.triton.launching import Launch, cdiv, power_of_2
 
 MEMORY = torch.zeros(64)
@@ -86,6 +87,18 @@ def test_other_kernels_and_other_constants_are_other_launches():
         how(kernel, (1,), *ALIGNED)
     launch()(one, (1,), *ALIGNED)
     assert (len(one.asked), len(other.asked)) == (2, 1)
+
+
+def test_what_takes_long_because_it_compiles_is_said_once(monkeypatch, caplog):
+    launching._say_that_it_compiles.cache_clear()
+    launch()(Kernel(), (1,), *ALIGNED)
+    assert caplog.messages == []
+    monkeypatch.setattr(launching, "SECONDS", 0.0)
+    for _ in range(2):
+        launch()(Kernel(), (1,), *ALIGNED)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "compiling kernels for the GPU"
+    ]
 
 
 def test_what_the_interpreter_ran_is_not_remembered():

@@ -8,6 +8,7 @@ from gguf_pp.ops.torch_ops import TorchOps
 from gguf_pp.triton import attention as kernels
 from gguf_pp.triton import attention_torch
 from gguf_pp.triton.ops import DeviceOps
+from gguf_pp.triton.standing import StandingRows
 from tests.test_triton_ops import attention, ubatch
 
 
@@ -34,3 +35,21 @@ def test_spans_and_single_rows_attend_as_in_the_reference(ops):
 def test_heads_too_wide_for_the_kernels_are_left_to_torch(ops):
     assert ops._attention_for(kernels.MAX_HEAD_SIZE) is kernels
     assert ops._attention_for(kernels.MAX_HEAD_SIZE + 1) is attention_torch
+
+
+def test_rows_of_a_prompt_attend_the_same_wherever_they_stand_in_a_graph(ops):
+    cache, spec = ops.layer_kv(2, 64, 2, 8, "f16", "f16"), attention()
+    assert ops.looks_everywhere(cache)
+    assert not DeviceOps("cpu", exact=True, is_torch_only=True).looks_everywhere(cache)
+    random = torch.Generator().manual_seed(1)
+    for each in (cache.k, cache.v):
+        each.copy_(torch.randn(each.shape, generator=random))
+    standing = StandingRows(6, torch.device("cpu"), of_prompt=True)
+    for slot, start in ((0, 0), (1, 13), (0, 58)):
+        rows = ubatch((slot, start, 6))
+        qkv = torch.randn(6, 64, generator=random)
+        wanted = ops.attention(qkv.clone(), cache, rows, spec)
+        ops.stand(standing, rows, cache)
+        with ops.standing(standing, cache.n_cells) as template:
+            got = ops.attention(qkv.clone(), cache, template, spec)
+        assert torch.equal(got, wanted)

@@ -5,11 +5,19 @@ meant, and hashes all constants: several times what the launch itself takes, whi
 all devices. A `Launch` remembers what Triton found for arguments of the same kinds.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import Tensor
+
+SECONDS = 0.3
+"""A first launch that takes longer has compiled its kernel; others find it in Triton's cache."""
+
+log = logging.getLogger("gguf_pp")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +45,21 @@ class Launch:
             compiled, constants = found
             compiled[(*grid, 1, 1)](*arguments, *constants)
             return
+        start = time.perf_counter()
         compiled = kernel[grid](*arguments, **self.constants, **self.options)
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns None
+            if time.perf_counter() - start > SECONDS:
+                _say_that_it_compiles()
             rest: Sequence[str] = kernel.arg_names[len(arguments) :]
             self._compiled[key] = compiled, tuple(self.constants[name] for name in rest)
+
+
+@cache
+def _say_that_it_compiles() -> None:
+    log.warning(
+        "compiling kernels for the GPU: the first steps of each size take seconds. "
+        "Triton keeps them for later runs"
+    )
 
 
 def _kinds(arguments: Sequence[Any]) -> list[object]:
