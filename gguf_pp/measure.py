@@ -110,8 +110,9 @@ class _Bench:
         self._random = random.Random(SEED)
 
     def repeat(self, case: Case, repetitions: int, *, warm_up: bool) -> list[_Run]:
-        """Run a case several times, and once before if `warm_up`."""
-        if warm_up:
+        """Run a case several times, and before that if `warm_up`: twice, as GPUs compile a size of
+        step when it comes first, and make a graph of it when it comes again."""
+        for _ in range(2 if warm_up else 0):
             self._run(replace(case, n_gen=min(case.n_gen, WARM_UP_TOKENS)))
         return [self._run(case) for _ in range(repetitions)]
 

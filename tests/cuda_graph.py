@@ -75,6 +75,7 @@ class Graph:
                     old.copy_(new)
 
     def reset(self):
+        self.now.log.append("reset")
         self.capture = None
 
 

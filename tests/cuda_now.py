@@ -71,6 +71,7 @@ class Now:
             Stream=lambda device, priority=0: Stream(self, device),
             Event=lambda **kwargs: Event(self, **kwargs),
             CUDAGraph=lambda: Graph(self),
+            current_blas_handle=lambda: 1,
             graph_pool_handle=lambda: (0, next(pools)),
             device=self.device,
             set_stream=self.set_stream,

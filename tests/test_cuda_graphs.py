@@ -1,6 +1,8 @@
 """Steps as CUDA graphs, on a stand-in that does again what was captured, in place."""
 
+import gc
 import logging
+import weakref
 from functools import partial
 
 import pytest
@@ -112,6 +114,40 @@ def test_after_one_that_failed_others_are_captured(chat_model, now):
     now.fails_at, now.failing = 5, 1
     assert texts(chat_model, ["cuda:0"], GREEDY) == texts(chat_model, ["cpu"], GREEDY)
     assert "replay" in now.log
+
+
+def test_one_that_failed_takes_nothing_from_those_that_are_replayed(chat_model, now):
+    """A reset takes the memory that cuBLAS works in on this stream, in their graphs too."""
+    with gguf_pp.load(chat_model, devices=["cuda:0"], parallel=3, **OPTIONS) as llm:
+        alone = llm.generate(PROMPTS[0], **GREEDY).completion().ids
+        now.fails_at, now.failing = 5, 1
+        together = [c.ids for c in llm.generate_batch(PROMPTS, **GREEDY)]
+        assert now.failing == 0
+        assert llm.generate(PROMPTS[0], **GREEDY).completion().ids == alone == together[0]
+    assert "replay" in now.log and "reset" not in now.log
+
+
+def test_a_closed_model_leaves_nothing_for_the_garbage_collector(chat_model, now):
+    gc.collect()
+    gc.disable()
+    try:
+        with gguf_pp.load(chat_model, devices=["cuda:0", "cuda:1"], **OPTIONS) as llm:
+            llm.generate(PROMPTS[2], **GREEDY).completion()
+            stages = llm._pipeline.stages
+            held = [each for stage in stages for each in (stage._steps, stage._kv[0].k)]
+            held += [part.planes["q"] for stage in stages for part in _parts(stage)]
+            kept = [weakref.ref(each) for each in held]
+            del stages, held
+        assert len(kept) > 4
+        assert [ref for ref in kept if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def _parts(stage):
+    """Planes of the first layer's matrices."""
+    ffn = stage._weights[0].ffn
+    return [part for each in (ffn.gate_up, ffn.down) for _, part in each.weight.parts()]
 
 
 @pytest.mark.parametrize("type", sorted(SUPPORTED), ids=lambda type: type.name)

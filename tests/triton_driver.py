@@ -9,6 +9,7 @@ that follow from the shapes of a model and from the addresses of its tensors.
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -106,6 +107,7 @@ def main() -> int:
         "--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="of a decode step"
     )
     options = parser.parse_args()
+    logging.getLogger("gguf_pp").setLevel(logging.ERROR)  # that it compiles is no news here
     with tempfile.TemporaryDirectory() as folder:
         stub = install(Path(folder), options.arch)
         step = stepper(options.model, options.layers, exact=options.exact)

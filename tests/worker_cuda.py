@@ -25,7 +25,7 @@ def now(monkeypatch):
     class NowOps(real):
         def __init__(self, device, *, exact, is_torch_only):
             now.log.append(f"ops on {device}")
-            super().__init__("cpu", exact=exact, is_torch_only=is_torch_only)
+            super().__init__("cpu", exact=exact, is_torch_only=True)
 
     monkeypatch.setattr(cuda_edges, "TEST_BYTES", (256,))
     monkeypatch.setattr(cuda, "CudaSet", partial(cuda.CudaSet, api=now))

@@ -295,6 +295,9 @@ class Pipeline:
     def close(self) -> None:
         """Stop the devices' threads, leave the workers, and drop weights and buffers."""
         self._devices.close()
+        for stage in self.stages:
+            if isinstance(stage, LayerStage):
+                stage.close()
         self.stages = []
 
 

@@ -70,7 +70,8 @@ class StepGraphs:
         self._name, self._ops, self._step, self._kv = backend.name, ops, step, kv
         self._takes_ids, self._heads = sizes.n_inputs == 0, sizes.heads
         self._cuda = backend.api.cuda
-        self._part_rows = sizes.n_rows if kv is not None and sizes.n_rows > 1 else 0
+        has_parts = kv is not None and sizes.n_rows > 1 and not ops.launches_by_expert
+        self._part_rows = sizes.n_rows if has_parts else 0
         self._rows: dict[tuple[int, bool], StandingRows] = {}
         self._graphs: dict[Shape, Any] = {}
         self._failed: list[Any] = []
@@ -81,6 +82,11 @@ class StepGraphs:
         n_out = self.max_rows if sizes.heads else most
         self._out = torch.empty(n_out, sizes.n_outputs, device=ops.device)
         self._chosen = torch.empty(self.max_rows, dtype=torch.int32, device=ops.device)
+
+    def close(self) -> None:
+        """Drop all graphs: before others of the same stage are captured."""
+        self._graphs.clear()
+        self._failed.clear()
 
     def takes(self, ubatch: UBatch) -> bool:
         """Whether `ubatch` is a decode step, rows of their own sequences which all want logits if
@@ -163,7 +169,8 @@ class StepGraphs:
         except BaseException as exc:
             # Torch keeps a reference to a graph whose capture failed, and its pool may be spoiled.
             self._failed.append(graph)
-            graph.reset()
+            if not self.n_captured:  # resetting one graph takes from others what cuBLAS works in
+                graph.reset()
             self._pool = self._cuda.graph_pool_handle()
             if not isinstance(exc, RuntimeError):
                 raise
@@ -178,6 +185,7 @@ class StepGraphs:
 
         Other threads may go on using CUDA meanwhile; this one frees nothing but what it makes.
         """
+        self._cuda.current_blas_handle()  # this thread's is made, if it has none, outside of graphs
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -21,7 +21,7 @@ def auto_ubatch_size(n_tokens: int, n_stages: int, overhead_rows: int, limit: in
 
     best = math.sqrt(n_tokens * overhead_rows / (n_stages - 1))
     below = 1 << max(3, math.floor(math.log2(max(best, 1))))
-    return min(limit, min(2 * below, below, key=cost))
+    return min(limit, min(below, 2 * below, key=cost))
 
 
 def choose_groups(n_sequences: int, n_stages: int, a: float, b: float, host_s: float) -> int:

@@ -295,7 +295,7 @@ def scratch_bytes(model: Model, part: Part, rung: Rung, device: str) -> int:
         n_bytes += PRODUCT_BYTES + INDEX_BYTES
     if is_cuda(device) and part.layers:
         n_bytes += 4 * rung.ubatch_size * (width + 2 * hp.n_embd)
-        n_bytes += PAIRS_BYTES * (hp.n_experts > 0)
+        n_bytes += 2 * PAIRS_BYTES * (hp.n_experts > 0)
         # Cosines and sines of half the rotated dimensions.
         n_bytes += 4 * rung.ctx_size * sum(rope.n_rot for rope in model.ropes)
     return n_bytes

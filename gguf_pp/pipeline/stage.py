@@ -193,6 +193,7 @@ class LayerStage:
         """Once the weights are here: what graphs of steps need besides them."""
         if not self.uses_graphs:
             return
+        self._drop_steps()
         n_embd, heads = self._model.hp.n_embd, self.part.heads
         sizes = StepSizes(
             n_slots=self._n_slots,
@@ -243,9 +244,22 @@ class LayerStage:
                 self.ops.layer_kv(n_slots, n_cells, n_kv_heads, head_size, k_type, v_type)
             )
 
+    def _drop_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
+
+    def close(self) -> None:
+        """Drop weights and what was made of them, without waiting for the garbage collector: they
+        refer to this stage. Streams are closed already."""
+        self._drop_steps()
+        self._weights, self._embedding, self._head = [], None, None
+        self._kv.clear()
+        self._outlet = self.feedback = None
+
     def release(self) -> None:
         """Give back everything but the weights."""
-        self._steps = None
+        self._drop_steps()
         self._kv.clear()
         if hasattr(self, "ring"):
             self.ring.release()

@@ -13,11 +13,12 @@ Which experts are chosen, the device alone knows. Nothing waits for it: what is 
 from the number of rows, so that a CUDA graph can be made of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from gguf_pp.ops.base import Mixture
@@ -71,9 +72,12 @@ class ExpertOps:
             self._module.weighted_sum(y, chosen.weights[first:stop], out[first:stop], add=addend)
         return out
 
+    def has_kernels(self, types: Iterable[GGMLQuantizationType]) -> bool:
+        """Whether experts of these types are multiplied by kernels for pairs."""
+        return self._kernels is not None and all(map(has_kernels, types))
+
     def _has_kernels(self, w: DeviceExperts) -> bool:
-        is_known = all(has_kernels(part.type) for _, _, part in w.parts())
-        return self._kernels is not None and is_known and w.n_cols % 8 == 0
+        return self.has_kernels(part.type for _, _, part in w.parts()) and w.n_cols % 8 == 0
 
     def _is_many(self, n_rows: int, spec: Mixture) -> bool:
         most = max(

@@ -113,6 +113,7 @@ class DeviceOps:
             self._max_head_size = attention.MAX_HEAD_SIZE
         self._ends = torch.empty(0, dtype=torch.int64, device=self.device)
         _announce(self.device, why)
+        self._has_experts_by_torch = False
         self._weights: Uploads | None = None
         self._uploads: Uploads | None = None
         self._upload_bytes = 0
@@ -124,6 +125,12 @@ class DeviceOps:
     def is_graphable(self) -> bool:
         """Whether what is queued here can be captured in a CUDA graph."""
         return self._products.why_torch is not None or not is_interpreted()
+
+    @property
+    def launches_by_expert(self) -> bool:
+        """Whether a mixture of experts takes launches for each of them, as it does for types
+        without kernels: more than a graph should have."""
+        return self._has_experts_by_torch
 
     def looks_everywhere(self, kv: LayerKV) -> bool:
         """Whether what rows of a prompt launch is the same wherever they stand in `kv`, as each
@@ -137,6 +144,7 @@ class DeviceOps:
 
     def experts(self, parts: Sequence[RawTensor]) -> DeviceExperts:
         """Copy quantized tensors to planes on the device, the rows of an expert stacked."""
+        self._has_experts_by_torch |= not self._experts.has_kernels(raw.type for raw in parts)
         return DeviceExperts(parts, self.device, self._way_of_weights())
 
     def _way_of_weights(self) -> Uploads | None:

@@ -33,6 +33,8 @@ CAP = "cuda:0={}"
 N_TOKENS = 48
 N_STREAMS = 16
 PROMPT_UBATCHES = 8
+PART_ROWS = 256
+"""Of a ubatch that cuBLAS multiplies."""
 EXACT_LOGITS, ROUNDED_LOGITS = 2e-3, 0.2
 """The most that logits may be off from the CPU's, in their standard deviations."""
 
@@ -310,10 +312,13 @@ def check_graphs(part: str, report: Report) -> None:
     require_built()
     report.tell(replays=cuda_trials.graph_replays(torch, 0))
     with model_of(report) as path:
-        for devices, n_streams in ((ONE, 1), (ONE, N_STREAMS), (TWO, N_STREAMS)):
+        for devices, n_streams, n_rows in (
+            (ONE, 1, 64), (ONE, N_STREAMS, 64), (TWO, N_STREAMS, 64), (ONE, 1, PART_ROWS)
+        ):  # fmt: skip
             figures, ids = {}, {}
             for name, graphs in (("eager", False), ("graphs", True)):
                 options = {"parallel": n_streams, "exact": False, "cuda_graphs": graphs}
+                options |= {"ubatch_size": n_rows, "ctx_size": max(1024, 9 * n_rows)}
                 with load(path, devices, **options) as llm:
                     rate, first = _prompt_rate(llm)
                     _decode(llm, n_streams, 8)
@@ -324,10 +329,13 @@ def check_graphs(part: str, report: Report) -> None:
                         "tokens_per_s": sum(map(len, ids[name][1:])) / seconds,
                         "prompt_tokens_per_s": rate,
                         "captured": [_n_captured(stage) for stage in llm._pipeline.stages],
+                        "failed": [_n_failed(stage) for stage in llm._pipeline.stages],
+                        "free_mib": _free_mib(),
                     }
-            name = f"{len(devices)} stages, {n_streams} sequences"
+            name = f"{len(devices)} stages, {n_streams} sequences, ubatch {n_rows}"
             report.tell(**{name: figures})
             report.require(all(figures["graphs"]["captured"]), f"{name}: nothing was captured")
+            report.require(not any(figures["graphs"]["failed"]), f"{name}: a capture failed")
             report.require(ids["eager"] == ids["graphs"], f"{name}: ids differ with graphs")
 
 
@@ -340,6 +348,15 @@ def _prompt_rate(llm: LLM) -> tuple[float, list[int]]:
         found = llm.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True).completion().ids
         seconds = time.perf_counter() - start
     return len(prompt) / seconds, found
+
+
+def _free_mib() -> int:
+    """Of the device, its allocator's aside: what graphs take of the driver shows here."""
+    return int(torch.cuda.mem_get_info()[0]) >> 20 if torch.cuda.is_available() else 0
+
+
+def _n_failed(stage: Any) -> int:
+    return 0 if stage._steps is None else len(stage._steps._failed)
 
 
 def _n_captured(stage: Any) -> int:

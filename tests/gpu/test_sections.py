@@ -325,9 +325,9 @@ def test_steps_of_which_nothing_was_captured_are_a_fault(on_cpu, monkeypatch):
     monkeypatch.setattr(models.cuda_trials, "graph_replays", lambda torch, index: True)
     heard = Heard()
     models.check_graphs("", heard.report)
-    assert len(heard.faults) == 3
+    assert len(heard.faults) == 4
     assert all("nothing was captured" in fault for fault in heard.faults)
-    assert heard.figures["1 stages, 1 sequences"]["eager"]["tokens_per_s"] > 0
+    assert heard.figures["1 stages, 1 sequences, ubatch 64"]["eager"]["tokens_per_s"] > 0
 
 
 def test_a_worker_lends_what_it_can(on_cpu):
