@@ -75,9 +75,24 @@ def compiled(case: Case, arch: int) -> Compiled:
         kernel = _kernel(case, 90)
         return Compiled(kernel, kernel.asm["cubin"])
     backend = make_backend(GPUTarget("cuda", arch, 32))
-    ptx = re.sub(r"\.target sm_80\b", f".target sm_{arch}", kernel.asm["ptx"])
+    ptx = retargeted(kernel.asm["ptx"], 80, arch)
     options = backend.parse_options(dict(case.launch.options))
     return Compiled(kernel, backend.make_cubin(ptx, {}, options, arch))
+
+
+def retargeted(ptx: str, arch: int, other: int) -> str:
+    """The same for another capability."""
+    return re.sub(rf"\.target sm_{arch}(a?)\b", rf".target sm_{other}\1", ptx)
+
+
+def shares_ptx(case: Case, arch: int) -> bool:
+    """Whether `compiled` is right to take what was made for 80, but for where lines are from."""
+    ours, theirs = (_kernel(case, each).asm["ptx"] for each in (80, arch))
+    return _code(retargeted(ours, 80, arch)) == _code(theirs.replace(f"sm_{arch}a", f"sm_{arch}"))
+
+
+def _code(ptx: str) -> list[str]:
+    return [line for line in ptx.splitlines() if not re.match(r"\s*(//|\.version)", line)]
 
 
 def _kernel(case: Case, arch: int) -> Any:
@@ -107,6 +122,12 @@ def report(case: Case, arch: int) -> dict[str, Any]:
         "products": Counter(PRODUCT.findall(ptx)),
         "problems": list(_problems(case, arch, kernel, usage, wide)),
     }  # fmt: skip
+
+
+def sharing(case: Case, arch: int) -> dict[str, Any]:
+    """Whether one launch is for `arch` what it is for 80."""
+    problems = [] if shares_ptx(case, arch) else [f"other PTX than for 80 on {arch}"]
+    return {"case": case.name, "arch": arch, "problems": problems}
 
 
 def _problems(
@@ -164,6 +185,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--arch", type=int, nargs="+", default=list(SHARED_LIMITS))
     result.add_argument("--only", default="", help="a regular expression for names of launches")
+    result.add_argument("--sharing", action="store_true", help="only tell whether PTX is shared")
     return result
 
 
@@ -173,7 +195,7 @@ def run(cases: Iterable[Case], arguments: argparse.Namespace) -> int:
     n_bad = 0
     for case in cases:
         for arch in arguments.arch if re.search(arguments.only, case.name) else ():
-            line = report(case, arch)
+            line = sharing(case, arch) if arguments.sharing else report(case, arch)
             n_bad += bool(line["problems"])
             print(json.dumps(line), flush=True)
     return int(n_bad > 0)
