@@ -32,6 +32,10 @@ class UnsupportedError(GgufPpError):
     """A valid file that needs an architecture, block type or tokenizer we lack."""
 
 
+class KernelError(GgufPpError):
+    """Triton cannot compile or launch a kernel for a device."""
+
+
 class TemplateError(GgufPpError):
     """The chat template does not compile or does not render."""
 

@@ -126,7 +126,8 @@ def test_the_ladder_frees_a_failed_rung_and_empties_the_cache_before_the_next():
     rung, ring = climb_down(ladder, attempt, lambda: None)
     assert (rung.n_copies, ring.n_bytes) == (3, 12 << 20)
     assert (double.allocated[0], double.cached[0]) == (12 << 20, 0)
-    assert [what for what, *_ in double.log].count("empty_cache") == 2
+    # Before each rung: what a closed model left is in the cache as well.
+    assert [what for what, *_ in double.log].count("empty_cache") == len(ladder)
     assert backend.memory().free_bytes == room_of(TOTAL) - ring.n_bytes
 
 

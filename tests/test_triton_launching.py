@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from gguf_pp.errors import KernelError
 from gguf_pp.triton import launching
 from gguf_pp.triton.launching import Launch, cdiv, power_of_2
 
@@ -99,6 +100,24 @@ def test_what_takes_long_because_it_compiles_is_said_once(monkeypatch, caplog):
     assert [message.split(":")[0] for message in caplog.messages] == [
         "compiling kernels for the GPU"
     ]
+
+
+class Large(Kernel):
+    __name__ = "large"
+
+    def __getitem__(self, grid):
+        raise self.error
+
+
+def test_what_triton_cannot_launch_is_told_with_a_way_out():
+    kernel = Large()
+    kernel.error = TypeError("failed to specialize")
+    with pytest.raises(KernelError, match="cannot launch large: failed to specialize") as info:
+        launch()(kernel, (1,), *ALIGNED)
+    assert "--kernels torch" in info.value.hint
+    kernel.error = RuntimeError("CUDA error: out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        launch()(kernel, (1,), *ALIGNED)
 
 
 def test_what_the_interpreter_ran_is_not_remembered():

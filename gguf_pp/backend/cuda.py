@@ -164,7 +164,7 @@ class CudaBudget:
         self._index = index
         self._lock = threading.Lock()
         self._used_bytes = 0
-        self._cached = False
+        self._cached = True  # torch may keep what a model had that was closed
         api.empty((1,), dtype=api.uint8, device=f"cuda:{index}")  # the context counts as taken
         self.total_bytes, room = self._room()
         room = max(0, room - MARGIN_BYTES - int(MARGIN_SHARE * room))

@@ -1,7 +1,6 @@
 """Devices by name."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 
 from gguf_pp.backend.base import Backend
@@ -44,8 +43,6 @@ def open_pipeline(
     """
     cuda: Sequence[Backend] = []
     if any(device.kind == "cuda" for device in devices):
-        # Before CUDA starts: with 8 queues, streams that have nothing to do with each other share.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         from gguf_pp.backend.cuda import open_cuda  # only here: others need not load it
 
         cuda = open_cuda(devices, edge_copy=edge_copy, limit_bytes=cuda_bytes)

@@ -14,6 +14,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,9 @@ MIN_CELLS = 256
 
 _ONE_AT_A_TIME = threading.Lock()
 """Captures tell a device's generator of random numbers, which torch 2.11 does not guard."""
+
+_FAILED: list[Any] = []
+"""Graphs whose capture failed. Torch refers to them for as long as the process lives."""
 
 log = logging.getLogger("gguf_pp")
 
@@ -74,7 +78,7 @@ class StepGraphs:
         self._part_rows = sizes.n_rows if has_parts else 0
         self._rows: dict[tuple[int, bool], StandingRows] = {}
         self._graphs: dict[Shape, Any] = {}
-        self._failed: list[Any] = []
+        self.n_failed = 0
         self._has_warned = False
         self._pool = self._cuda.graph_pool_handle()
         most = max(self.max_rows, self._part_rows)
@@ -86,7 +90,6 @@ class StepGraphs:
     def close(self) -> None:
         """Drop all graphs: before others of the same stage are captured."""
         self._graphs.clear()
-        self._failed.clear()
 
     def takes(self, ubatch: UBatch) -> bool:
         """Whether `ubatch` is a decode step, rows of their own sequences which all want logits if
@@ -167,15 +170,16 @@ class StepGraphs:
             with _ONE_AT_A_TIME:
                 self._capture(graph, shape, rows)
         except BaseException as exc:
-            # Torch keeps a reference to a graph whose capture failed, and its pool may be spoiled.
-            self._failed.append(graph)
+            _FAILED.append(graph)
+            self.n_failed += 1
             if not self.n_captured:  # resetting one graph takes from others what cuBLAS works in
                 graph.reset()
-            self._pool = self._cuda.graph_pool_handle()
+            self._pool = self._cuda.graph_pool_handle()  # the other may be spoiled
+            self._graphs[shape] = one_by_one = partial(self._queue, shape, rows)
             if not isinstance(exc, RuntimeError):
                 raise
             self._tell(shape, exc.__context__ or exc)
-            return lambda: self._queue(shape, rows)
+            return one_by_one
         self.n_captured += 1
         replay: Callable[[], None] = graph.replay
         return replay

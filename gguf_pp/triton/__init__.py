@@ -26,14 +26,15 @@ def why_unusable(device: torch.device) -> str | None:
         return f"Triton does not load: {exc}"
     if device.type == "cpu" and not is_interpreted():
         return "Triton has no compiler for CPUs"
-    out = torch.zeros(1, dtype=torch.int32, device=device)
     guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
         with guard:
+            out = torch.zeros(1, dtype=torch.int32, device=device)
             probe_kernels.count[(1,)](out)
+            computes = out.item() == 1
     except probe_kernels.FAILURES as exc:
         return f"Triton cannot run a kernel on {device}: {exc}"
-    return None if out.item() == 1 else f"Triton's kernels do not compute on {device}"
+    return None if computes else f"Triton's kernels do not compute on {device}"
 
 
 def is_interpreted() -> bool:

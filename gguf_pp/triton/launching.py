@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gguf_pp.errors import KernelError
+
 SECONDS = 0.3
 """A first launch that takes longer has compiled its kernel; others find it in Triton's cache."""
 
@@ -37,7 +39,8 @@ class Launch:
     def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
         """Launch `kernel` on the current stream of the device of the first argument, a tensor.
 
-        That device must be the current one. Arguments are tensors, numbers and None.
+        That device must be the current one. Arguments are tensors, numbers and None. Raises
+        KernelError if the kernel does not compile or is too large for the device.
         """
         key = id(kernel), arguments[0].get_device(), *_kinds(arguments)
         found = self._compiled.get(key)
@@ -46,7 +49,15 @@ class Launch:
             compiled[(*grid, 1, 1)](*arguments, *constants)
             return
         start = time.perf_counter()
-        compiled = kernel[grid](*arguments, **self.constants, **self.options)
+        try:
+            compiled = kernel[grid](*arguments, **self.constants, **self.options)
+        except RuntimeError:  # of CUDA, among them that memory is short, and the interpreter's
+            raise
+        except Exception as exc:
+            raise KernelError(
+                f"Triton cannot launch {kernel.__name__}: {exc}",
+                hint="--kernels torch computes without Triton, slower",
+            ) from exc
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns None
             if time.perf_counter() - start > SECONDS:
                 _say_that_it_compiles()

@@ -356,7 +356,7 @@ def _free_mib() -> int:
 
 
 def _n_failed(stage: Any) -> int:
-    return 0 if stage._steps is None else len(stage._steps._failed)
+    return 0 if stage._steps is None else stage._steps.n_failed
 
 
 def _n_captured(stage: Any) -> int:
