@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gguf_pp.backend import cuda_streams
 from gguf_pp.backend.base import Buffer, Event, Memory, OutOfMemory
 from gguf_pp.backend.cpu import CpuEvent, CpuStream, Mark
 from gguf_pp.backend.cuda_edges import Current, EdgeCopy, Mode, Pinned, choose_modes, copy_between
@@ -227,7 +228,8 @@ class CudaBackend:
         self.hosted = hosted
         self.api = api
         self.relative_speed = _relative_speed(api.cuda.get_device_properties(index))
-        self.idle = self._raw_stream(compute=False)
+        self.idle = cuda_streams.take(api, index, compute=False)
+        self._raws = [(self.idle, False)]
         self.broke: Broke = ignore
         self._budget = budget
         self._modes = modes
@@ -259,14 +261,11 @@ class CudaBackend:
         """Make a stream."""
         full_name = f"{self.name} {name}"
         thread = CpuStream(full_name, share_cores(1)[0], 1) if self.hosted else None
-        stream = CudaStream(full_name, self, self._raw_stream(compute=compute), thread)
+        raw = cuda_streams.take(self.api, self.index, compute=compute)
+        self._raws.append((raw, compute))
+        stream = CudaStream(full_name, self, raw, thread)
         self._streams.append(stream)
         return stream
-
-    def _raw_stream(self, *, compute: bool) -> Any:
-        # Torch deals out the streams of a pool in turn, so that two may be one; other streams than
-        # those for compute are of the other pool, and go first.
-        return self.api.cuda.Stream(device=self.index, priority=0 if compute else -1)
 
     def reserve(self, n_bytes: int, what: str) -> None:
         """Count `n_bytes` as taken; raises OutOfMemory if the device has less."""
@@ -285,16 +284,16 @@ class CudaBackend:
         self.broke(exc)
 
     def close(self) -> None:
-        """Wait for this device's streams, and end threads.
-
-        Not for the whole device: that would spoil a graph that somebody else captures there.
-        """
+        """Wait for this device's streams, not for the whole device, which would spoil a graph that
+        somebody else captures there; give them back, and end threads."""
         for stream in self._streams:
             stream.close()
-        for raw in (self.idle, *(stream.raw for stream in self._streams)):
+        for raw, compute in self._raws:
             with contextlib.suppress(RuntimeError):  # told before, where its work was waited for
                 raw.synchronize()
+                cuda_streams.give_back(self.api, self.index, raw, compute=compute)
         self._streams.clear()
+        self._raws.clear()
 
 
 def in_short(exc: RuntimeError) -> str:
@@ -332,7 +331,7 @@ class CudaSet:
         _require(api, wanted)
         self.budgets = {i: CudaBudget(api, i, limits.get(i)) for i in sorted(wanted)}
         self._modes = choose_modes(api, edges, edge_copy)
-        self._probes = {i: api.cuda.Stream(device=i) for i in self.budgets}
+        self._probes = {i: api.cuda.Stream(device=i, priority=-1) for i in self.budgets}
 
     def open(
         self, name: str, index: int, *, hosted: bool, budget: CudaBudget | None = None
