@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gguf_pp import config, fetch
+from gguf_pp import config
 from gguf_pp.config import Options
 from gguf_pp.errors import (
     ConfigError,
-    DownloadError,
     PlacementError,
     RemoteError,
     UnsupportedError,
@@ -23,6 +22,7 @@ from gguf_pp.pipeline.estimate import estimate
 from gguf_pp.pipeline.memory import Rung
 from gguf_pp.pipeline.planned import parse_memory, resolve
 from tests.gguf_bytes import STRING, gguf, key
+from tests.real import real
 from tests.tiny import NAMES, write_tiny
 
 MIB = 1 << 20
@@ -95,11 +95,7 @@ def test_a_tiny_model_takes_what_was_planned(tiny, name, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_real_model_takes_what_was_planned(layout):
-    try:
-        path = fetch.resolve("smollm2-135m")
-    except DownloadError as exc:
-        pytest.skip(f"the model is not in the cache and cannot be downloaded: {exc}")
-    check_allocated(path, ctx_size=256, **LAYOUTS[layout])
+    check_allocated(real("smollm2-135m"), ctx_size=256, **LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("n_bytes", [1 << 30, 70 * MIB, 40 * MIB, 34 * MIB, 32 * MIB, 1 * MIB])

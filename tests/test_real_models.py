@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import gguf_pp
-from gguf_pp import fetch
-from gguf_pp.errors import DownloadError
 from gguf_pp.native import kernels
+from tests.real import real
 
 GOLDEN = {
     name: json.loads((Path(__file__).parent / f"data/real/{name}.json").read_text())
@@ -28,13 +27,6 @@ LAYOUTS = [
     {"devices": ["cpu:0", "cpu:1", "cpu:2"], "ubatch_size": 1},
     {"ubatch_size": 512},
 ]
-
-
-def model(name):
-    try:
-        return fetch.resolve(name)
-    except DownloadError as exc:
-        pytest.skip(f"{name} is not in the cache and cannot be downloaded: {exc}")
 
 
 def log_softmax(logits):
@@ -65,7 +57,7 @@ TOLERANCE = {"smollm2-135m": (3e-4, 3e-5), "gemma3-270m": (1e-2, 1e-3)}
 @pytest.mark.parametrize("name", GOLDEN)
 def test_log_probabilities_equal_llama_cpp(name, kernel, n_positions):
     worst, mean = TOLERANCE[name]
-    with gguf_pp.load(model(name), kernels=kernel, **EXACT) as llm:
+    with gguf_pp.load(real(name), kernels=kernel, **EXACT) as llm:
         off = np.abs(differences(llm, name, n_positions))
     assert off.max() < worst
     assert off.mean() < mean
@@ -75,7 +67,7 @@ def test_log_probabilities_equal_llama_cpp(name, kernel, n_positions):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_perplexity_equals_llama_cpp(name):
     golden = GOLDEN[name]["exact"]
-    with gguf_pp.load(model(name), **EXACT) as llm:
+    with gguf_pp.load(real(name), **EXACT) as llm:
         of_next, _, _ = llm.log_probabilities(golden["text_ids"])
     assert -of_next.mean() == pytest.approx(golden["nll"], abs=3e-4)
 
@@ -83,7 +75,7 @@ def test_perplexity_equals_llama_cpp(name):
 @needs_native
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_best_token_is_llama_cpps_where_it_is_sure(name):
-    with gguf_pp.load(model(name), devices=["cpu:0", "cpu:1"], **EXACT) as llm:
+    with gguf_pp.load(real(name), devices=["cpu:0", "cpu:1"], **EXACT) as llm:
         for case in GOLDEN[name]["exact"]["greedy"]:
             logits = llm.logits(case["prompt_ids"] + case["ids"][:-1])
             best = logits[len(case["prompt_ids"]) - 1 :].argmax(axis=-1)
@@ -95,7 +87,7 @@ def test_the_best_token_is_llama_cpps_where_it_is_sure(name):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_greedy_text_equals_llama_cpp(name):
     cases = GOLDEN[name]["exact"]["greedy"]
-    with gguf_pp.load(model(name), devices=["cpu:0", "cpu:1"], parallel=4, **EXACT) as llm:
+    with gguf_pp.load(real(name), devices=["cpu:0", "cpu:1"], parallel=4, **EXACT) as llm:
         prompts = [case["prompt_ids"] for case in cases]
         done = llm.generate_batch(prompts, max_tokens=32, temperature=0)
         n_compared = 0
@@ -113,7 +105,7 @@ def test_text_does_not_depend_on_how_far_the_host_runs_ahead():
     texts = []
     for devices, run_ahead in ((["cpu"], 0), (["cpu"], 1), (["cpu:0", "cpu:1"], 2)):
         options = {"ctx_size": 256, "parallel": 3, "run_ahead": run_ahead}
-        with gguf_pp.load(model("smollm2-135m"), devices, **options) as llm:
+        with gguf_pp.load(real("smollm2-135m"), devices, **options) as llm:
             greedy = llm.generate_batch(prompts, max_tokens=16, temperature=0)
             drawn = llm.generate_batch(prompts, max_tokens=16, seed=3, repeat_penalty=1.1)
             texts.append([completion.ids for completion in (*greedy, *drawn)])
@@ -126,10 +118,10 @@ def test_text_does_not_depend_on_how_far_the_host_runs_ahead():
 def test_bits_do_not_depend_on_devices_copies_or_ubatches(name, exact):
     ids = GOLDEN[name]["exact"]["text_ids"][:72]
     options = {**EXACT, "exact": exact}
-    with gguf_pp.load(model(name), **options) as llm:
+    with gguf_pp.load(real(name), **options) as llm:
         whole = llm.logits(ids)
     for layout in LAYOUTS:
-        with gguf_pp.load(model(name), **options, **layout) as llm:
+        with gguf_pp.load(real(name), **options, **layout) as llm:
             assert np.array_equal(llm.logits(ids), whole), layout
 
 
@@ -142,7 +134,7 @@ def test_int8_activations_stay_closer_to_exact_than_llama_cpp(name):
         for kind in ("exact", "native")
     )
     off = np.array([abs(theirs[key] - value) for key, value in exact.items() if key in theirs])
-    with gguf_pp.load(model(name), ctx_size=256) as llm:
+    with gguf_pp.load(real(name), ctx_size=256) as llm:
         ours = np.abs(differences(llm, name))
     assert ours.mean() < off.mean()
     assert ours.max() < off.max()

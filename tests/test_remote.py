@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import gguf_pp
-from gguf_pp import fetch
-from gguf_pp.errors import ConfigError, DownloadError
+from gguf_pp.errors import ConfigError
+from tests.real import real
 from tests.tiny import NAMES, golden, write_tiny
 from tests.workers import workers
 
@@ -152,10 +152,7 @@ REAL = [
 @pytest.mark.parametrize(("n_workers", "n_copies"), REAL)
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_real_models_generate_the_same_with_a_client_and_workers(name, n_workers, n_copies, three):
-    try:
-        path = fetch.resolve(name)
-    except DownloadError as exc:
-        pytest.skip(f"{name} is not in the cache and cannot be downloaded: {exc}")
+    path = real(name)
     options = {"ctx_size": 256, "parallel": 16}
     prompts = [f"{text} {i}" for i in range(4) for text in PROMPTS]
 

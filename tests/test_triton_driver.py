@@ -7,10 +7,9 @@ that those compile and load, and what goes to the driver.
 import pytest
 
 import tests.interpreted  # noqa: F401
-from gguf_pp import fetch
-from gguf_pp.errors import DownloadError
 from tests.aot import SHARED_LIMITS, reports
 from tests.mixed import KINDS, write_mixed
+from tests.real import real
 
 N_LAYERS = 2
 PER_LAYER, PER_STEP = 11, 7
@@ -42,16 +41,9 @@ def check(lines):
     return steps
 
 
-def real(name):
-    try:
-        return str(fetch.resolve(name))
-    except DownloadError as exc:
-        pytest.skip(f"{name} is not in the cache and cannot be downloaded: {exc}")
-
-
 def test_where_a_step_stands_compiles_nothing_anew_and_nothing_spills(cache):
     options = ("--arch", "90", "--layers", str(N_LAYERS), "--rows", "1")
-    steps = check(reports("triton_driver", cache, real("smollm2-135m"), *options))
+    steps = check(reports("triton_driver", cache, str(real("smollm2-135m")), *options))
     assert steps["1 rows at 1000"]["launches"] == N_LAYERS * PER_LAYER + PER_STEP
     assert steps["1 rows at 0"]["compiled"] > 0
 
@@ -68,4 +60,4 @@ def test_the_same_is_so_for_all_kinds_of_models(cache, tmp_path, name, exact):
 @pytest.mark.parametrize("arch", SHARED_LIMITS)
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_the_same_is_so_on_all_devices(cache, name, arch):
-    check(reports("triton_driver", cache, real(name), "--arch", str(arch)))
+    check(reports("triton_driver", cache, str(real(name)), "--arch", str(arch)))

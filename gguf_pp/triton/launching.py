@@ -51,11 +51,12 @@ class Launch:
         start = time.perf_counter()
         try:
             compiled = kernel[grid](*arguments, **self.constants, **self.options)
-        except RuntimeError:  # of CUDA, among them that memory is short, and the interpreter's
+        except RuntimeError:  # of CUDA, among them that memory is short
             raise
-        except Exception as exc:
+        except Exception as exc:  # a compiler's, of many lines, or what binding arguments raises
+            why = (str(exc).splitlines() or [""])[0]
             raise KernelError(
-                f"Triton cannot launch {kernel.__name__}: {exc}",
+                f"Triton cannot launch {kernel.__name__}: {type(exc).__name__}: {why}",
                 hint="--kernels torch computes without Triton, slower",
             ) from exc
         if hasattr(compiled, "packed_metadata"):  # the interpreter returns None
