@@ -273,11 +273,14 @@ class Handler(BaseHTTPRequestHandler):
             while not self.server.go_on.is_set():
                 self.connection.settimeout(0.05)
                 try:
-                    if not self.connection.recv(1):
-                        self.server.abandoned.set()
-                        return
+                    has_hung_up = not self.connection.recv(1)
                 except TimeoutError:
                     continue
+                except ConnectionResetError:  # it had not read all that was there
+                    has_hung_up = True
+                if has_hung_up:
+                    self.server.abandoned.set()
+                    return
         self.connection.settimeout(None)
         self.wfile.write(content[len(content) // 2 :])
 
