@@ -27,7 +27,7 @@ from gguf_pp.pipeline.executor import Take, Ticket
 from gguf_pp.pipeline.flight import Flight
 from gguf_pp.pipeline.groups import auto_ubatch_size, choose_groups, fit_stage_time
 from gguf_pp.request import FinishReason, Request
-from gguf_pp.sampling import Sampler, SamplingParams
+from gguf_pp.sampling import NO_TOKEN, Sampler, SamplingParams, not_numbers
 
 REGROUP_STEPS = 16
 """Ubatches between two choices of the number of groups."""
@@ -299,6 +299,10 @@ class Engine:
 
     def _receive(self, request: Request, token: int) -> None:
         if request.finish_reason is not None:
+            return
+        if token == NO_TOKEN:
+            self._fail(request, not_numbers())
+            request.n_queued = 0  # no cell of it is believed
             return
         if not request.generated:
             request.first_token_s = time.perf_counter()

@@ -86,14 +86,12 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
 
 
-def check_token(token: int) -> int:
-    """`token` as it was chosen; raises RequestError for NO_TOKEN."""
-    if token == NO_TOKEN:
-        raise RequestError(
-            "the model computed logits that are not numbers",
-            hint="compare the file's checksum with its publisher's, or try --kernels torch",
-        )
-    return token
+def not_numbers() -> RequestError:
+    """What to tell whose NO_TOKEN was chosen."""
+    return RequestError(
+        "the model computed logits that are not numbers",
+        hint="compare the file's checksum with its publisher's, or try --kernels torch",
+    )
 
 
 class Sampler:
@@ -116,10 +114,11 @@ class Sampler:
     def __call__(self, logits: Floats) -> int:
         """Choose the next token from `logits` [V], which are left as they are.
 
-        Raises RequestError unless the largest is a finite number.
+        NO_TOKEN unless the largest is a finite number.
         """
-        token = check_token(self._choose(self._penalized(logits)))
-        self._recent.append(token)
+        token = self._choose(self._penalized(logits))
+        if token != NO_TOKEN:
+            self._recent.append(token)
         return token
 
     def choice(self) -> Choice | None:

@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from gguf_pp.batch import Choice
-from gguf_pp.errors import RequestError
-from gguf_pp.sampling import NO_TOKEN, Sampler, SamplingParams
+from gguf_pp.sampling import Sampler, SamplingParams
 from gguf_pp.triton.choose import Kind, kind_of, pack
 
 NEARLY_ONE = 1 - 2.0**-53
@@ -82,10 +81,7 @@ def host_token(logits, choice, ends):
     )  # fmt: skip
     sampler = Sampler(params, ends, ())
     sampler._random = SimpleNamespace(random=lambda: choice.number)
-    try:
-        return sampler(logits)
-    except RequestError:
-        return NO_TOKEN
+    return sampler(logits)
 
 
 def neighbours(choice):

@@ -1,6 +1,10 @@
 """Running ahead on real models and threads: the same text as when the host waits for each token."""
 
+import shutil
+
+import numpy as np
 import pytest
+from gguf import GGUFReader
 
 import gguf_pp
 from gguf_pp.engine import Engine
@@ -23,6 +27,7 @@ PARAMS = [
     SamplingParams(seed=5, repeat_penalty=1.4, repeat_last_n=4, ignore_eos=True),
     SamplingParams(seed=6, frequency_penalty=0.5, presence_penalty=0.7, repeat_last_n=-1),
 ]
+BROKEN = 155
 MAX_TOKENS = [1, 2, 3, 12, 4, 9, 12]
 WORK = list(zip(PROMPTS, PARAMS, MAX_TOKENS, strict=True))
 MIX = [
@@ -160,6 +165,43 @@ def test_with_a_worker_between_the_ends_of_the_model_the_text_is_the_same(chat_m
                     cut = llm.generate(prompts[1], **sampling)
                     next(cut)
                     cut.cancel()
+
+
+@pytest.fixture(scope="module")
+def broken_path(path, tmp_path_factory):
+    """The model, but the embedding of token BROKEN is no number."""
+    broken = tmp_path_factory.mktemp("broken") / "llama.gguf"
+    shutil.copy(path, broken)
+    embedding = next(t for t in GGUFReader(broken, "r+").tensors if t.name == "token_embd.weight")
+    embedding.data[BROKEN] = np.nan
+    embedding.data.base.flush()
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("devices", "run_ahead"),
+    [(["cpu"], 0), (["cpu:0", "cpu:1"], 2), (["cuda:0", "cuda:1"], 1), (["cuda:0"], 0)],
+    ids=str,
+)
+def test_logits_that_are_no_numbers_end_one_sequence_and_none_beside_it(
+    path, broken_path, cuda_now, devices, run_ahead
+):
+    options = {**OPTIONS, "device": ",".join(devices), "parallel": 3, "run_ahead": run_ahead}
+    [(wanted, _)] = answers(new_engine(path), [(PROMPTS[2], GREEDY, 12)])
+    engine = new_engine(broken_path, **options)
+    good = engine.add(PROMPTS[2], GREEDY, 12)
+    bad = [engine.add([5, BROKEN, 9, 2], params, 12) for params in (GREEDY, PARAMS[1])]
+    run(engine)
+    assert good.generated == wanted
+    for request in bad:
+        assert request.finish_reason == "error" and request.generated == []
+        assert "logits that are not numbers" in str(request.error)
+    afresh = engine.add([5, BROKEN, 9, 2], GREEDY, 1)
+    others = [engine.add(PROMPTS[2], GREEDY, 12), engine.add([5, *PROMPTS[2]], GREEDY, 1)]
+    run(engine)
+    assert afresh.n_cached == 0 and afresh.finish_reason == "error"
+    assert others[0].generated == wanted and others[1].finish_reason == "length"
+    engine.pipeline.close()
 
 
 def mixed(model, devices, run_ahead):

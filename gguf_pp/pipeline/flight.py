@@ -8,12 +8,12 @@ from torch import Tensor
 from gguf_pp.batch import Choice, Late, Span, UBatch
 from gguf_pp.pipeline.executor import Ticket
 from gguf_pp.request import Request
-from gguf_pp.sampling import check_token
 
 
 class Flight:
     """The next rows of some requests. `emitting` are those that get a token from it, `tokens` what
-    they get, once the ticket has been waited for. `decodes` is whether these are decode steps."""
+    they get, or NO_TOKEN, once the ticket has been waited for. `decodes` is whether these are
+    decode steps."""
 
     ticket: Ticket
 
@@ -70,7 +70,7 @@ class Flight:
     def take(self, made: Tensor, rows: range) -> list[int]:
         """As in executor.Take: choose from logits, or note what the device has chosen."""
         if made.dtype == torch.int32:
-            chosen = [check_token(token) for token in made.tolist()]
+            chosen: list[int] = made.tolist()
         else:
             logits = made.numpy()
             chosen = [self.emitting[i].sampler(logits[i - rows.start]) for i in rows]
