@@ -113,7 +113,11 @@ def _kernel(case: Case, arch: int) -> Any:
 
 def report(case: Case, arch: int) -> dict[str, Any]:
     """What one launch takes, and what is wrong with it."""
-    kernel, cubin = compiled(case, arch)
+    try:
+        kernel, cubin = compiled(case, arch)
+    except Exception as error:  # noqa: BLE001 - of any kind, by version; it has told the reason
+        problem = f"does not compile: {type(error).__name__}"
+        return {"case": case.name, "arch": arch, "problems": [problem]}
     usage, ptx = usage_of(cubin), kernel.asm["ptx"]
     wide = len(WIDE_LOAD.findall(ptx)) + len(WIDE_COPY.findall(ptx))
     return {
@@ -190,7 +194,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def run(cases: Iterable[Case], arguments: argparse.Namespace) -> int:
-    """Print a line of JSON per launch; 1 if one has a problem, or does not compile."""
+    """Print a line of JSON per launch; 1 if one has a problem, which it is not to compile."""
     assert os.environ.get("TRITON_INTERPRET") != "1", "the interpreter compiles nothing"
     n_bad = 0
     for case in cases:

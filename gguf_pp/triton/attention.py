@@ -56,7 +56,7 @@ def _decode_launch(heads: Heads, n_bytes: int, chunk: int) -> Launch:
         "BLOCK_N": _block_cells(block_d, n_bytes),
         "BLOCK_D": block_d,
     }
-    return Launch(constants, _options(block_d, n_bytes))
+    return Launch(constants, _options(_warps(block_d, n_bytes)))
 
 
 def merge_launch(spec: Attention, n_cells: int) -> Launch:
@@ -73,7 +73,7 @@ def _merge_launch(n_heads: int, head_size: int, chunk: int) -> Launch:
         "BLOCK_C": 16,
         "BLOCK_D": power_of_2(head_size),
     }
-    return Launch(constants, {**_options(0, 2), "num_stages": 1})
+    return Launch(constants, {**_options(4), "num_stages": 1})
 
 
 def prefill_launch(spec: Attention, n_bytes: int, *, exact: bool) -> Launch:
@@ -87,11 +87,12 @@ def _prefill_launch(heads: Heads, n_bytes: int, exact: bool) -> Launch:
     constants = {
         **heads._asdict(),
         "BLOCK_M": 64 if n_bytes == 2 and not (exact and block_d > 64) else 32,
-        "BLOCK_N": _block_cells(block_d, n_bytes),
+        "BLOCK_N": _block_cells(block_d, n_bytes) if n_bytes == 2 else 16,
         "BLOCK_D": block_d,
         "EXACT": exact,
     }
-    return Launch(constants, _options(block_d, n_bytes))
+    is_full = not exact and block_d != heads.HEAD_SIZE  # of masks, beside all else
+    return Launch(constants, _options(8 if is_full else _warps(block_d, n_bytes)))
 
 
 def decode_attention(
@@ -151,9 +152,13 @@ def _block_cells(block_d: int, n_bytes: int) -> int:
     return max(16, min(128 // n_bytes, (16 << 10) // (block_d * n_bytes)))
 
 
-def _options(block_d: int, n_bytes: int) -> dict[str, int | bool]:
-    """What the compiler is told; what is wide is spread over more registers."""
-    n_warps = 4 if block_d <= 128 and n_bytes == 2 else 8
+def _warps(block_d: int, n_bytes: int) -> int:
+    """What is wide is spread over more registers."""
+    return 4 if block_d <= 128 and n_bytes == 2 else 8
+
+
+def _options(n_warps: int) -> dict[str, int | bool]:
+    """What the compiler is told."""
     return {"num_warps": n_warps, "num_stages": 2, "enable_fp_fusion": True}
 
 

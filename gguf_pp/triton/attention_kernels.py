@@ -165,14 +165,16 @@ def prefill_tiles(q, k, v, slots, positions, sinks, out, n_rows, n_cells, window
 
     q and out are [n_rows, H, D] f32. Late tiles see most cells, hence start first.
     """
-    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     i_head = tl.program_id(1)
-    rows = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    inside = (rows < n_rows)[:, None] & (d < HEAD_SIZE)[None, :]
-    at = (rows * N_HEADS + i_head).to(tl.int64)[:, None] * HEAD_SIZE + d[None, :]
-    queries = tl.load(q + at, mask=inside, other=0.0)
-    position = tl.load(positions + rows, mask=rows < n_rows, other=-1)
+    is_row = row < n_rows - first_row
+    inside = is_row[:, None] & (d < HEAD_SIZE)[None, :]
+    base = (first_row.to(tl.int64) * N_HEADS + i_head) * HEAD_SIZE
+    at = row[:, None] * (N_HEADS * HEAD_SIZE) + d[None, :]
+    queries = tl.load(q + base + at, mask=inside, other=0.0)
+    position = tl.load(positions + first_row + row, mask=is_row, other=-1)
     first_seen = tl.maximum(position - window + 1, 0)
     stop = tl.max(position, 0) + 1
     lowest = tl.min(tl.where(position < 0, stop, first_seen), 0)
@@ -195,4 +197,4 @@ def prefill_tiles(q, k, v, slots, positions, sinks, out, n_rows, n_cells, window
             queries, keys, values, seen, scale, softcap, top, mass, total, EXACT
         )
     y = total / tl.where(mass > 0, mass, 1.0)[:, None]
-    tl.store(out + at, y, mask=inside)
+    tl.store(out + base + at, y, mask=inside)
