@@ -91,12 +91,10 @@ def _prefill_launch(heads: Heads, n_bytes: int, exact: bool) -> Launch:
         "BLOCK_D": block_d,
         "EXACT": exact,
     }
-    options = _options(_warps(block_d, n_bytes))
-    if n_bytes == 2:
-        if not exact and block_d != heads.HEAD_SIZE:
-            options["num_warps"] = 8  # masks take registers as well
-        if exact and block_d > 128:
-            options["maxnreg"] = 160  # or ptxas would spill some to fit two programs
+    is_full = not exact and block_d != heads.HEAD_SIZE  # of masks, beside all else
+    options = _options(8 if is_full else _warps(block_d, n_bytes))
+    if n_bytes == 2 and options["num_warps"] == 8:
+        options["maxnreg"] = 240  # or ptxas would spill some to fit more programs
     return Launch(constants, options)
 
 
