@@ -94,7 +94,7 @@ def _prefill_launch(heads: Heads, n_bytes: int, exact: bool) -> Launch:
     is_full = not exact and block_d != heads.HEAD_SIZE  # of masks, beside all else
     options = _options(8 if is_full else _warps(block_d, n_bytes))
     if n_bytes == 2 and options["num_warps"] == 8:
-        options["maxnreg"] = 240  # or ptxas would spill some to fit more programs
+        options["maxnreg"] = 255  # or ptxas would spill some to fit more programs
     return Launch(constants, options)
 
 

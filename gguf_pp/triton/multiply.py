@@ -26,6 +26,7 @@ GEMM_PROGRAMS = 512
 """Programs of `gemm` below which the columns of W are split among several."""
 MIN_GEMM_LOOPS = 8
 """Steps along the columns that a program takes at least."""
+SMALLEST_GROUPS = (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K)
 MANY_ROWS = 2048
 """Rows of W from which on several per program still fill a large device."""
 
@@ -41,7 +42,10 @@ def gemv_launch(
     One warp whose lanes stand side by side in a row of W: no sum crosses a warp.
     """
     block_m, block_n = _gemv_sizes(t_rows, n_rows, of_pairs)
-    if type is GGMLQuantizationType.Q3_K and block_m == 4:  # would spill on 100 and 120
+    # More would spill, up to 90 with Triton 3.6, and on 100 and 120.
+    if type in SMALLEST_GROUPS and block_m == MAX_GEMV_ROWS:
+        block_n = 1
+    if type is GGMLQuantizationType.Q3_K and block_m == 4:
         block_n = min(2, block_n)
     return _gemv_launch(type, block_m, block_n)
 
@@ -56,8 +60,8 @@ def gemm_launch(type: GGMLQuantizationType, t_rows: int) -> Launch:
 
     Left to itself, ptxas would spill registers to fit three programs where two do well.
     """
-    # Of the types with the smallest groups, 64 rows take more tensor memory than 100 has.
-    most = 32 if type in (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K) else MAX_GEMM_ROWS
+    # Of these, 64 rows take more tensor memory than 100 has.
+    most = 32 if type in SMALLEST_GROUPS else MAX_GEMM_ROWS
     block_m = min(most, max(16, power_of_2(t_rows)))
     return _gemm_launch(type, block_m)
 
