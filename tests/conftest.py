@@ -1,5 +1,6 @@
 """Models that several tests share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,14 @@ import torch
 from gguf import GGUFWriter, TokenType
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says something about the machine, not about the code.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes says something about the machine, not about the code. What is looked
+# for at every run elsewhere is the same at every run of CI.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")
 
 TEMPLATE = (

@@ -1,5 +1,6 @@
 """Two ends of a real connection over loopback, and a handler that writes down what it is told."""
 
+import gc
 import queue
 import socket
 import ssl
@@ -13,6 +14,7 @@ from gguf_pp.net import Channel, Connection, dial
 FDS = Path("/proc/self/fd")
 WAIT_S = 30  # how long a test waits for what must happen
 SHORT_S = 0.3  # a timeout that is meant to pass
+LIVE_S = 1.0  # a timeout that who is alive must not let pass, on a busy machine either
 
 
 def soon(seconds: float = WAIT_S) -> float:
@@ -25,6 +27,18 @@ def eventually(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def usage():
+    """Threads and descriptors of this process."""
+    gc.collect()
+    return threading.active_count(), len(list(FDS.iterdir())) if FDS.is_dir() else 0
+
+
+def no_more_than(before):
+    """Whether nothing has been added to an earlier `usage`, which may have counted what was just
+    about to end."""
+    return all(n <= m for n, m in zip(usage(), before, strict=True))
 
 
 def in_thread(call, *args):
@@ -134,9 +148,11 @@ def connections(*handlers, timeout_s=WAIT_S, tls=(None, None)):
 
 
 @contextmanager
-def against(handler, timeout_s=WAIT_S):
-    """A started connection whose other end is a plain socket in the hands of the test."""
+def against(handler, timeout_s=WAIT_S, begun=b""):
+    """A started connection whose other end is a plain socket in the hands of the test, which has
+    sent `begun` already."""
     sock, other = raw_pair()
+    other.sendall(begun)
     connection = handler.connection = Connection(Channel(sock, "the peer"), timeout_s, handler)
     try:
         connection.start()

@@ -40,7 +40,7 @@ def start(nurse):
     made = []
 
     def begin(*flags):
-        made.append(nurse.worker("--timeout", "2", *flags))
+        made.append(nurse.worker(*flags))
         return made[-1]
 
     yield begin
@@ -51,7 +51,7 @@ def start(nurse):
 
 @pytest.fixture(scope="module")
 def plain(nurse):
-    return nurse.worker("--timeout", "2")
+    return nurse.worker()
 
 
 def secret_file(folder, secret=SECRET):
@@ -76,7 +76,7 @@ def run(capsys, *args):
 
 
 def generate(capsys, model, worker, *flags):
-    what = ["-p", PROMPT, "-n", "8", "-no-cnv", "--temp", "0", "-c", "128", "--timeout", "2"]
+    what = ["-p", PROMPT, "-n", "8", "-no-cnv", "--temp", "0", "-c", "128"]
     return run(capsys, "run", "-m", model, "--device", worker.device, *what, *flags)
 
 
@@ -255,7 +255,7 @@ def test_a_session_is_one_line_of_the_log(start, chat_model):
 def client(nurse, chat_model, worker, *flags):
     """`gguf-pp run` as a process of its own, which has begun to answer."""
     what = ("-m", chat_model, "--device", worker.device, "-p", PROMPT, "-no-cnv", "--temp", "0")
-    process = nurse.run("run", *what, "--timeout", "2", *flags)
+    process = nurse.run("run", *what, *flags)
     process.wait_for("....", "out")
     return process
 
@@ -265,8 +265,9 @@ def test_a_client_whose_worker_ends_says_so_in_one_line(number, nurse, start, ch
     worker = start()
     process = client(nurse, chat_model, worker, "-c", "60000")
     worker.send(number)
-    if number == signal.SIGTERM:
-        worker.send(number)  # it would wait for the answer
+    if number == signal.SIGTERM:  # it would wait for the answer
+        eventually(lambda: not reachable(worker))
+        worker.send(number)
     assert process.wait() == 1
     errors = [line for line in process.log().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, process.log()
@@ -299,7 +300,9 @@ def test_an_impatient_signal_ends_at_once(numbers, start, chat_model):
     with gguf_pp.load(chat_model, ["cpu", worker.device], ctx_size=60000) as llm:
         generation = llm.generate(PROMPT, temperature=0)
         next(generation)
-        for number in numbers:
+        worker.send(numbers[0])
+        for number in numbers[1:]:
+            eventually(lambda: not reachable(worker))  # two signals at once may be one
             worker.send(number)
         assert worker.wait() in (0, 130)
         with pytest.raises(RemoteError, match=worker.address):
@@ -313,5 +316,6 @@ def test_sigterm_with_idle_clients_ends_soon(start, chat_model):
         llm.generate(PROMPT, max_tokens=4).completion()
         worker.send(signal.SIGTERM)
         assert worker.wait() == 0
+        eventually(lambda: llm._pipeline.failure is not None)
         with pytest.raises(RemoteError, match=f"{worker.address} is unreachable"):
             llm.generate(PROMPT, max_tokens=4).completion()

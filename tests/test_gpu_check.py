@@ -166,18 +166,8 @@ def test_a_failure_ends_nothing_but_its_section(command):
     assert lines["all"]["figures"] == {"right": 1, "wrong": 3, "not there": 0}
 
 
-def test_a_section_that_hangs_is_stopped_with_all_it_started(command, monkeypatch):
-    monkeypatch.setattr(harness, "LEAST_S", 0.0)
-    start = time.monotonic()
-    code, lines = run(command, "hangs", section_s=2.0)
-    assert time.monotonic() - start < 20
-    assert code == 1
-    assert lines["hangs"]["error"] == "stopped after 2 s"
-    assert lines["hangs"]["figures"] == {"a": 1}
-
-
-def test_an_interrupt_ends_what_was_started(command, monkeypatch):
-    monkeypatch.setattr(harness, "_children", children := [])
+def heard(monkeypatch):
+    """An event: a section has said something."""
     started = threading.Event()
 
     class Noticed(Outcome):
@@ -185,13 +175,36 @@ def test_an_interrupt_ends_what_was_started(command, monkeypatch):
             started.set()
             return super().hear(text)
 
+    monkeypatch.setattr(harness, "Outcome", Noticed)
+    return started
+
+
+def test_a_section_that_hangs_is_stopped_with_all_it_started(command, monkeypatch):
+    monkeypatch.setattr(harness, "LEAST_S", 0.0)
+    started = heard(monkeypatch)
+
+    class Patient(threading.Timer):
+        def run(self):
+            assert started.wait(60)
+            super().run()
+
+    monkeypatch.setattr(threading, "Timer", Patient)
+    code, lines = run(command, "hangs", section_s=2.0)
+    assert code == 1
+    assert lines["hangs"]["error"] == "stopped after 2 s"
+    assert lines["hangs"]["figures"] == {"a": 1}
+
+
+def test_an_interrupt_ends_what_was_started(command, monkeypatch):
+    monkeypatch.setattr(harness, "_children", children := [])
+    started = heard(monkeypatch)
+
     def interrupted(pool, work, parts):
         for part in parts:
             pool.submit(work, part)
         assert started.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(harness, "Outcome", Noticed)
     monkeypatch.setattr(harness.ThreadPoolExecutor, "map", interrupted)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

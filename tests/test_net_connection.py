@@ -11,6 +11,7 @@ from gguf_pp.errors import RemoteError
 from gguf_pp.net import Connection, Refused
 from gguf_pp.wire import HEADER, ProtocolError, Verb, pack_json
 from tests.sockets import (
+    LIVE_S,
     SHORT_S,
     WAIT_S,
     Answering,
@@ -37,8 +38,9 @@ def test_a_frame_arrives_as_it_was_sent():
         b.send(Verb.CREDIT)
         assert client.frame() == ((Verb.CREDIT, 0, b"", 0), b"")
         n_bytes = HEADER.size + len(meta) + len(payload)
-        assert a.stats[:2] == (n_bytes, HEADER.size)
-        assert b.stats[:2] == (HEADER.size, n_bytes)
+        # What is written is counted afterwards.
+        eventually(lambda: a.stats[:2] == (n_bytes, HEADER.size))
+        eventually(lambda: b.stats[:2] == (HEADER.size, n_bytes))
 
 
 def test_a_payload_goes_where_the_handler_wants_it():
@@ -249,8 +251,8 @@ def test_a_request_in_flight_fails_when_the_connection_does_and_says_what_it_did
 
 def test_an_idle_connection_outlives_many_timeouts():
     client, server = Recorder(), Answering(echo)
-    with connections(client, server, timeout_s=SHORT_S) as (a, b):
-        eventually(lambda: b.stats.received_bytes >= 10 * HEADER.size)
+    with connections(client, server, timeout_s=LIVE_S) as (a, b):
+        eventually(lambda: b.stats.received_bytes >= 7 * HEADER.size)
         assert client.errors.empty()
         assert a.request(Verb.INFO, {"i": 1}, doing="asking").integer("i") == 1
         assert server.frame()[0].verb is Verb.INFO
@@ -261,7 +263,7 @@ def test_heartbeats_come_as_often_as_was_agreed():
     a, b = channels()
     handler = Recorder()
     sending = Connection(a, WAIT_S, Recorder(), heartbeat_s=SHORT_S / 10)
-    receiving = Connection(b, SHORT_S, handler, heartbeat_s=WAIT_S)
+    receiving = Connection(b, WAIT_S, handler, heartbeat_s=WAIT_S)
     sending.start()
     receiving.start()
     eventually(lambda: receiving.stats.received_bytes >= 30 * HEADER.size)
@@ -272,10 +274,10 @@ def test_heartbeats_come_as_often_as_was_agreed():
 
 def test_a_long_request_is_waited_for_while_the_peer_shows_signs_of_life():
     handler = Answering(lambda connection, frame: None)
-    with connections(Recorder(), handler, timeout_s=SHORT_S) as (a, b):
+    with connections(Recorder(), handler, timeout_s=LIVE_S) as (a, b):
         result = in_thread(lambda: a.request(Verb.LOAD, {}, doing="loading").values())
         frame, _ = handler.frame()
         before = a.stats.received_bytes
-        eventually(lambda: a.stats.received_bytes >= before + 10 * HEADER.size)
+        eventually(lambda: a.stats.received_bytes >= before + 4 * HEADER.size)
         b.send(Verb.OK, frame.id, b'{"done":1}')
         assert result.get(timeout=WAIT_S) == {"done": 1}

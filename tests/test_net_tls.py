@@ -11,13 +11,15 @@ import pytest
 from gguf_pp.errors import ConfigError, RemoteError
 from gguf_pp.net import client_context, dial, greet_client, greet_server, server_context
 from gguf_pp.net.channel import Channel, Expired, Lost
-from gguf_pp.wire import Verb
+from gguf_pp.wire import HEADER, Verb
 from tests.sockets import (
+    LIVE_S,
     SHORT_S,
     WAIT_S,
     Recorder,
     channels,
     connections,
+    eventually,
     in_thread,
     raw_pair,
     soon,
@@ -71,9 +73,9 @@ def test_frames_of_all_sizes_go_both_ways_at_once(contexts):
 
 def test_heartbeats_keep_an_encrypted_connection_alive_and_close_ends_it(contexts):
     client, server = Recorder(), Recorder()
-    with connections(client, server, timeout_s=SHORT_S, tls=contexts) as (a, b):
-        while b.stats.received_bytes < 200:
-            assert server.errors.empty()
+    with connections(client, server, timeout_s=LIVE_S, tls=contexts) as (a, b):
+        eventually(lambda: b.stats.received_bytes >= 7 * HEADER.size)
+        assert server.errors.empty()
         a.close()
         assert server.error() == "the client closed the connection"
 

@@ -19,7 +19,7 @@ from tests.prepared import whole
 from tests.sockets import eventually
 from tests.watchdog import watchdog
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 SLACK_S = 10.0
 """A machine that is busy with other things may take this much longer to notice."""
 PROMPT = "Once upon a time"
@@ -42,7 +42,8 @@ def nurse(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(nurse):
-    flags = ("--timeout", str(TIMEOUT_S), "--memory", "1GiB")
+    # Their own patience is not tried here: a busy machine may keep a client silent for a while.
+    flags = ("--timeout", "15", "--memory", "1GiB")
     started = nurse.worker(*flags), nurse.worker(*flags)
     yield started
     for worker in started:

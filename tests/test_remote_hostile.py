@@ -30,7 +30,7 @@ from tests.prepared import prepare, whole
 from tests.sockets import eventually
 from tests.watchdog import watchdog
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 PROMPT = "Once upon a time"
 N_VOCAB = 262
 HIDDEN_ROW_BYTES = 128

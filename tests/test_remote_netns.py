@@ -12,7 +12,7 @@ import pytest
 from tests.nursery import ROOT
 from tests.watchdog import watchdog
 
-TIMEOUT_S = 2
+TIMEOUT_S = 5
 DELAY_MS = 5
 CLIENT = """
 import json, sys, time

@@ -16,8 +16,9 @@ from gguf_pp.worker.lender import Lender
 from gguf_pp.worker.session import Session
 from gguf_pp.worker.store import Store
 
-QUIET_S = 0.5
-"""A client that generates is never without a ubatch in flight for as long as this."""
+LOOK_S = 0.05
+QUIET_LOOKS = 10
+"""A client that generates has a ubatch in flight, or got one done, at one look of so many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,13 +144,13 @@ class Worker:
         """Take no more clients, let what is computed end within `grace_s`, then close."""
         self._listener.stop()
         deadline = time.monotonic() + grace_s
-        quiet_since = time.monotonic()
-        while (now := time.monotonic()) < deadline and now - quiet_since < QUIET_S:
+        n_quiet, before = 0, None
+        while time.monotonic() < deadline and n_quiet < QUIET_LOOKS:
             with self._lock:
-                busy = [session for session in self._sessions if not session.is_idle]
-            if busy:
-                quiet_since = now
-            tick(0.05)
+                progress = {session: session.progress for session in self._sessions}
+            is_quiet = progress == before and all(is_idle for _, is_idle in progress.values())
+            n_quiet, before = (n_quiet + 1 if is_quiet else 0), progress
+            tick(LOOK_S)
         self.close()
 
     def close(self) -> None:

@@ -365,9 +365,9 @@ class Session:
         self._requests.put(None)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is in flight here."""
-        return self.work is None or self.work.is_idle
+    def progress(self) -> tuple[int, bool]:
+        """Rows computed so far, and whether nothing is in flight here."""
+        return (0, True) if self.work is None else (self.work.n_rows, self.work.is_idle)
 
     def _end(self) -> None:
         """Give everything back, and say what the session was."""
