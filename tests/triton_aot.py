@@ -48,26 +48,39 @@ def cases(types: list[str], kernels: list[str], rows: list[int]) -> Iterator[Cas
         for kernel in kernels:
             if kernel == "gemv_plain" or type not in DECODERS:
                 if kernel == "gemv_plain" and type not in DECODERS:
-                    yield from _plain(type, rows)
+                    yield from _in_forms(_plain(type, rows))
             elif kernel == "dequantize":
                 launch = multiply.dequantize_launch(type)
                 yield _case(type, kernel, launch, "", out="*fp16")
             elif kernel == "gemm":
-                for m in sorted({m for m in rows if m > multiply.MAX_GEMV_ROWS}):
-                    yield _case(type, kernel, multiply.gemm_launch(type, m), f" M={m}", x="*fp16")
+                yield from _in_forms(_gemm(type, rows))
             else:
-                yield from _gemv(type, kernel, rows)
+                yield from _in_forms(_gemv(type, kernel, rows))
+
+
+def _in_forms(cases: Iterator[Case]) -> Iterator[Case]:
+    """With a bias and an addend, and without."""
+    bare = {"bias": None, "add": None}
+    for case in cases:
+        yield case
+        launch = replace(case.launch, constants=case.launch.constants | bare)
+        yield case._replace(name=f"{case.name} bare", launch=launch)
+
+
+def _gemm(type: GGMLQuantizationType, rows: list[int]) -> Iterator[Case]:
+    for m in sorted({m for m in rows if m > multiply.MAX_GEMV_ROWS}):
+        yield _case(type, "gemm", multiply.gemm_launch(type, m), f" M={m}", x="*fp16")
 
 
 def _gemv(type: GGMLQuantizationType, kernel: str, rows: list[int]) -> Iterator[Case]:
     for m in (m for m in rows if m <= multiply.MAX_GEMV_ROWS):
         for n_rows in (1, multiply.MANY_ROWS):
-            launch = multiply.gemv_launch(type, m, n_rows)
+            launch = multiply.gemv_launch(type, m, n_rows, exact=kernel == "gemv_exact")
             if m == 1:  # Triton makes a constant of every 1
                 launch = replace(launch, constants=launch.constants | {"t_rows": 1})
-            block_n = launch.constants["BLOCK_N"]
+            block_m, block_n = (launch.constants[f"BLOCK_{axis}"] for axis in "MN")
             case = _case(
-                type, kernel, launch, f" M={m} N={block_n}",
+                type, kernel, launch, f" M={block_m} N={block_n}",
                 x="*i32" if kernel == "gemv_int8" else "*fp32",
             )  # fmt: skip
             yield case._replace(least_wide_loads=block_n, lanes="1, 1, 32")

@@ -51,7 +51,8 @@ def _products(type: GGMLQuantizationType) -> Iterator[Case]:
             continue
         for kernel in ("gemv_int8", "gemv_exact"):
             for n_rows in (1, multiply.MANY_ROWS):
-                launch = multiply.gemv_launch(type, 1, n_rows, of_pairs=True)
+                exact = kernel == "gemv_exact"
+                launch = multiply.gemv_launch(type, 1, n_rows, exact=exact, of_pairs=True)
                 yield _gemv(kernel, type, launch, title, constants)
         size, most = mixture_torch.TILE_SIZES
         while size <= most:

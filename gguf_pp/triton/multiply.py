@@ -26,7 +26,6 @@ GEMM_PROGRAMS = 512
 """Programs of `gemm` below which the columns of W are split among several."""
 MIN_GEMM_LOOPS = 8
 """Steps along the columns that a program takes at least."""
-SMALLEST_GROUPS = (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K)
 MANY_ROWS = 2048
 """Rows of W from which on several per program still fill a large device."""
 
@@ -35,24 +34,27 @@ _NO_TILES = (None, None, 1)
 
 
 def gemv_launch(
-    type: GGMLQuantizationType, t_rows: int, n_rows: int, *, of_pairs: bool = False
+    type: GGMLQuantizationType,
+    t_rows: int,
+    n_rows: int,
+    *,
+    exact: bool = False,
+    of_pairs: bool = False,
 ) -> Launch:
-    """How `gemv_int8` and `gemv_exact` are compiled.
+    """How `gemv_int8`, or if `exact` `gemv_exact`, is compiled.
 
     One warp whose lanes stand side by side in a row of W: no sum crosses a warp.
     """
-    block_m, block_n = _gemv_sizes(t_rows, n_rows, of_pairs)
-    # More would spill, up to 90 with Triton 3.6, and on 100 and 120.
-    if type in SMALLEST_GROUPS and block_m == MAX_GEMV_ROWS:
-        block_n = 1
-    if type is GGMLQuantizationType.Q3_K and block_m == 4:
+    most = 4 if exact else MAX_GEMV_ROWS  # of 8 some would spill, whatever is done about it
+    block_m, block_n = _gemv_sizes(t_rows, n_rows, of_pairs, most)
+    if type is GGMLQuantizationType.Q3_K and block_m == 4:  # would spill on 100 and 120
         block_n = min(2, block_n)
     return _gemv_launch(type, block_m, block_n)
 
 
 def plain_launch(t_rows: int, n_rows: int, *, of_pairs: bool = False) -> Launch:
     """How `gemv_plain` is compiled."""
-    return _gemv_launch(None, *_gemv_sizes(t_rows, n_rows, of_pairs))
+    return _gemv_launch(None, *_gemv_sizes(t_rows, n_rows, of_pairs, MAX_GEMV_ROWS))
 
 
 def gemm_launch(type: GGMLQuantizationType, t_rows: int) -> Launch:
@@ -60,8 +62,8 @@ def gemm_launch(type: GGMLQuantizationType, t_rows: int) -> Launch:
 
     Left to itself, ptxas would spill registers to fit three programs where two do well.
     """
-    # Of these, 64 rows take more tensor memory than 100 has.
-    most = 32 if type in SMALLEST_GROUPS else MAX_GEMM_ROWS
+    # Of the types with the smallest groups, 64 rows take more tensor memory than 100 has.
+    most = 32 if type in (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K) else MAX_GEMM_ROWS
     block_m = min(most, max(16, power_of_2(t_rows)))
     return _gemm_launch(type, block_m)
 
@@ -101,7 +103,7 @@ def gemv_exact(
     pairs: Pairs | None = None,
 ) -> Tensor:
     """Times float32 x that is `transposed`."""
-    launch = gemv_launch(w.type, *out.shape, of_pairs=pairs is not None)
+    launch = gemv_launch(w.type, *out.shape, exact=True, of_pairs=pairs is not None)
     launch(
         kernels.gemv_exact, _gemv_grid(launch, out, pairs),
         *w.operands, x, out, bias, add,
@@ -180,7 +182,10 @@ def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float
 def _gemv_launch(type: GGMLQuantizationType | None, block_m: int, block_n: int) -> Launch:
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
     decoder = {} if type is None else _decoder(type)
-    return Launch(decoder | sizes, _options(n_warps=1, n_stages=1))
+    options = _options(n_warps=1, n_stages=1)
+    if type is not None and block_m == MAX_GEMV_ROWS:
+        options["maxnreg"] = 255  # left to itself, ptxas would spill to fit more programs
+    return Launch(decoder | sizes, options)
 
 
 @cache
@@ -190,10 +195,10 @@ def _gemm_launch(type: GGMLQuantizationType, block_m: int) -> Launch:
     return Launch(_decoder(type) | sizes, options)
 
 
-def _gemv_sizes(t_rows: int, n_rows: int, of_pairs: bool) -> tuple[int, int]:
-    """Rows of x and of W that one warp takes. With more than 16 sums to a thread some types spill
-    registers, and, for 90 and 100, with 8 rows of x and one of W."""
-    block_m = 1 if of_pairs else min(MAX_GEMV_ROWS, power_of_2(t_rows))
+def _gemv_sizes(t_rows: int, n_rows: int, of_pairs: bool, most: int) -> tuple[int, int]:
+    """Rows of x, at `most`, and of W that one warp takes. With more than 16 sums to a thread some
+    types spill registers, and, for 90 and 100, with 8 rows of x and one of W."""
+    block_m = 1 if of_pairs else min(most, power_of_2(t_rows))
     n_many = t_rows * n_rows if of_pairs else n_rows
     block_n = min(4, 16 // block_m)
     if n_many < MANY_ROWS and block_m < MAX_GEMV_ROWS:
