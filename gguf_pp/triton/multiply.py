@@ -26,6 +26,8 @@ GEMM_PROGRAMS = 512
 """Programs of `gemm` below which the columns of W are split among several."""
 MIN_GEMM_LOOPS = 8
 """Steps along the columns that a program takes at least."""
+SMALLEST_GROUPS = (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K)
+"""Of 16 weights: with a scale to each, their kernels take the most registers."""
 MANY_ROWS = 2048
 """Rows of W from which on several per program still fill a large device."""
 
@@ -47,8 +49,8 @@ def gemv_launch(
     """
     most = 4 if exact else MAX_GEMV_ROWS  # of 8 some would spill, whatever is done about it
     block_m, block_n = _gemv_sizes(t_rows, n_rows, of_pairs, most)
-    if type is GGMLQuantizationType.Q3_K and block_m == 4:  # would spill on 100 and 120
-        block_n = min(2, block_n)
+    if type in SMALLEST_GROUPS and block_m >= 4:  # more would spill on 100, 120, or with Triton 3.6
+        block_n = min(8 // block_m, block_n)
     return _gemv_launch(type, block_m, block_n)
 
 
@@ -62,8 +64,8 @@ def gemm_launch(type: GGMLQuantizationType, t_rows: int) -> Launch:
 
     Left to itself, ptxas would spill registers to fit three programs where two do well.
     """
-    # Of the types with the smallest groups, 64 rows take more tensor memory than 100 has.
-    most = 32 if type in (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K) else MAX_GEMM_ROWS
+    # Of these, 64 rows take more tensor memory than 100 has.
+    most = 32 if type in SMALLEST_GROUPS else MAX_GEMM_ROWS
     block_m = min(most, max(16, power_of_2(t_rows)))
     return _gemm_launch(type, block_m)
 
@@ -183,7 +185,7 @@ def _gemv_launch(type: GGMLQuantizationType | None, block_m: int, block_n: int) 
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
     decoder = {} if type is None else _decoder(type)
     options = _options(n_warps=1, n_stages=1)
-    if type is not None and block_m == MAX_GEMV_ROWS:
+    if type is not None and (block_m, block_n) == (MAX_GEMV_ROWS, 2):
         options["maxnreg"] = 255  # left to itself, ptxas would spill to fit more programs
     return Launch(decoder | sizes, options)
 
