@@ -49,7 +49,7 @@ def gemv_launch(
     """
     most = 4 if exact else MAX_GEMV_ROWS  # of 8 some would spill, whatever is done about it
     block_m, block_n = _gemv_sizes(t_rows, n_rows, of_pairs, most)
-    if type in SMALLEST_GROUPS and block_m >= 4:  # more would spill on 100, 120, or with Triton 3.6
+    if exact or type in SMALLEST_GROUPS:  # of more sums some spill on 100, 120, or with Triton 3.6
         block_n = min(8 // block_m, block_n)
     return _gemv_launch(type, block_m, block_n)
 
