@@ -171,6 +171,7 @@ def prefill_tiles(q, k, v, slots, positions, sinks, out, n_rows, n_cells, window
     d = tl.arange(0, BLOCK_D)
     is_row = row < n_rows - first_row
     inside = is_row[:, None] & (d < HEAD_SIZE)[None, :]
+    # One address and small offsets: addresses of all elements would take registers to the end.
     base = (first_row.to(tl.int64) * N_HEADS + i_head) * HEAD_SIZE
     at = row[:, None] * (N_HEADS * HEAD_SIZE) + d[None, :]
     queries = tl.load(q + base + at, mask=inside, other=0.0)

@@ -265,6 +265,7 @@ def gemm(
             run = _run(k_chunk, p, PARTS, SPAN)
             for b in tl.static_range(4):
                 value = _weights(codes, scale, minimum, b, MINIMUM)
+                # Triton 3.6 does not compile what is rounded first for capability 100.
                 value = tl.reshape(value, (BLOCK_N, 4 * BLOCK_C)).to(tl.float16)
                 at = run * 16 + (4 * b + k % 4)
                 xs = tl.load(x + row[None, :] + at[:, None], mask=inside[:, None], other=0)
