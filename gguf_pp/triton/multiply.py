@@ -185,7 +185,7 @@ def _gemv_launch(type: GGMLQuantizationType | None, block_m: int, block_n: int) 
     sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": 32}
     decoder = {} if type is None else _decoder(type)
     options = _options(n_warps=1, n_stages=1)
-    if type is not None and (block_m, block_n) == (MAX_GEMV_ROWS, 2):
+    if (block_m, block_n) == (MAX_GEMV_ROWS, 2):
         options["maxnreg"] = 255  # left to itself, ptxas would spill to fit more programs
     return Launch(decoder | sizes, options)
 
