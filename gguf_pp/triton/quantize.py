@@ -57,10 +57,10 @@ def _sharing(activation: str | None, n_cols: int, is_alone: bool, **order: bool)
 def _launch(activation: str | None, block: int, **order: bool) -> Launch:
     n_warps = min(16, block // (ACTIVATED_PER_WARP if activation else COLUMNS_PER_WARP))
     activate = ACTIVATIONS[activation] if activation else None
-    return Launch(
-        order | {"ACTIVATE": activate, "BLOCK": block},
-        {"num_warps": n_warps, "num_stages": 1, "enable_fp_fusion": False},
-    )
+    options = {"num_warps": n_warps, "num_stages": 1, "enable_fp_fusion": False}
+    if n_warps == 16:
+        options["maxnreg"] = 128  # or ptxas would spill some to fit three programs
+    return Launch(order | {"ACTIVATE": activate, "BLOCK": block}, options)
 
 
 def float_rows(
