@@ -116,7 +116,7 @@ def report(case: Case, arch: int) -> dict[str, Any]:
     try:
         kernel, cubin = compiled(case, arch)
     except Exception as error:  # noqa: BLE001 - of any kind, by version; it has told the reason
-        problem = f"does not compile: {type(error).__name__}"
+        problem = f"does not compile: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return {"case": case.name, "arch": arch, "problems": [problem]}
     usage, ptx = usage_of(cubin), kernel.asm["ptx"]
     wide = len(WIDE_LOAD.findall(ptx)) + len(WIDE_COPY.findall(ptx))

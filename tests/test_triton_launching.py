@@ -109,17 +109,37 @@ class Large(Kernel):
         raise self.error
 
 
-def test_what_triton_cannot_launch_is_told_with_a_way_out():
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (TypeError("failed to specialize\nand more"), "TypeError: failed to specialize"),
+        (RuntimeError("PassManager::run failed"), "RuntimeError: PassManager::run failed"),
+    ],
+    ids=str,
+)
+def test_what_triton_cannot_launch_is_told_with_a_way_out(error, says):
     kernel = Large()
-    kernel.error = TypeError("failed to specialize\nand more")
-    with pytest.raises(
-        KernelError, match=r"launch large: TypeError: failed to specialize$"
-    ) as info:
+    kernel.error = error
+    with pytest.raises(KernelError, match=f"launch large: {says}$") as info:
         launch()(kernel, (1,), *ALIGNED)
     assert "--kernels torch" in info.value.hint
-    kernel.error = RuntimeError("CUDA error: out of memory")
-    with pytest.raises(RuntimeError, match="out of memory"):
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.OutOfMemoryError("2 GiB"),
+    ],
+    ids=str,
+)
+def test_what_the_device_says_is_left_as_it_is(error):
+    kernel = Large()
+    kernel.error = error
+    with pytest.raises(type(error)) as info:
         launch()(kernel, (1,), *ALIGNED)
+    assert info.value is error
 
 
 def test_what_the_interpreter_ran_is_not_remembered():

@@ -87,6 +87,7 @@ def _prefill_launch(heads: Heads, n_bytes: int, exact: bool) -> Launch:
     constants = {
         **heads._asdict(),
         "BLOCK_M": 64 if n_bytes == 2 and not (exact and block_d > 64) else 32,
+        # Of float32, more cells would spill with Triton 3.6.
         "BLOCK_N": _block_cells(block_d, n_bytes) if n_bytes == 2 else 16,
         "BLOCK_D": block_d,
         "EXACT": exact,

@@ -51,9 +51,9 @@ class Launch:
         start = time.perf_counter()
         try:
             compiled = kernel[grid](*arguments, **self.constants, **self.options)
-        except RuntimeError:  # of CUDA, among them that memory is short
-            raise
         except Exception as exc:  # a compiler's, of many lines, or what binding arguments raises
+            if _is_of_the_device(exc):
+                raise
             why = (str(exc).splitlines() or [""])[0]
             raise KernelError(
                 f"Triton cannot launch {kernel.__name__}: {type(exc).__name__}: {why}",
@@ -64,6 +64,13 @@ class Launch:
                 _say_that_it_compiles()
             rest: Sequence[str] = kernel.arg_names[len(arguments) :]
             self._compiled[key] = compiled, tuple(self.constants[name] for name in rest)
+
+
+def _is_of_the_device(exc: Exception) -> bool:
+    """Whether CUDA says so, that memory is short for one: with a kind of torch's own, or by name.
+    Triton's compiler raises RuntimeErrors as well."""
+    kind = type(exc)
+    return issubclass(kind, RuntimeError) and (kind is not RuntimeError or "CUDA" in str(exc))
 
 
 @cache
