@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,20 @@ def test_a_worker_lost_while_nothing_runs_is_not_missed_once_it_is_back(
         victim.restart()
         assert answer(llm) == here[PROMPT]
         assert answer(llm, LONG) == here[LONG]
+
+
+def test_a_loss_is_known_as_soon_as_sending_would_say_so(pair, chat_model, monkeypatch):
+    worker, told = pair[0], threading.Event()
+    with gguf_pp.load(chat_model, ["cpu", worker.device], **OPTIONS) as llm:
+        [stage] = llm._pipeline.remote_stages
+        lost = stage.peer.lost
+        monkeypatch.setattr(stage.peer, "lost", lambda error: told.wait(60) and lost(error))
+        strike(worker, signal.SIGKILL)
+        eventually(lambda: llm._pipeline.failure is not None)
+        told.set()
+        with failing(worker, "unreachable"):
+            answer(llm)
+        worker.restart()
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,11 @@ class Connection:
         if out.written is not None:
             out.written.set()
 
+    @property
+    def error(self) -> RemoteError | None:
+        """How it ended. The handler hears of it a little later."""
+        return self._error
+
     def _check(self) -> None:
         if self._error is not None:
             raise RemoteError(str(self._error), hint=self._error.hint)

@@ -173,7 +173,7 @@ class Peer:
         self._credits = Credits()
         self._pending: dict[int, Pending] = {}
         self._logits: tuple[Tensor, range] | None = None
-        self.failure: RemoteError | None = None
+        self._failure: RemoteError | None = None
         self._before: Peer | None = None
         self._connection = connect(endpoint, self._access, self)
         self._connection.start()
@@ -192,12 +192,17 @@ class Peer:
             raise
         return [RemoteDevice(self, device) for device in lent]
 
+    @property
+    def failure(self) -> RemoteError | None:
+        """How the session ended, from the moment on in which sending may say so."""
+        return self._failure or self._connection.error
+
     def reconnect(self) -> None:
         """Begin a new session with the same worker. Raises RemoteError, and stays failed then."""
         self.close()
         self._connection = connect(self.endpoint, self._access, self)
         with self._lock:
-            self._credits, self.failure, self._before = Credits(), None, None
+            self._credits, self._failure, self._before = Credits(), None, None
             self._pending.clear()
         self._connection.start()
 
@@ -325,7 +330,7 @@ class Peer:
             # The worker does not know that one by the name we know.
             error = RemoteError(f"{error} (it comes from {self._before.endpoint.peer})")
         with self._lock:
-            self.failure = error
+            self._failure = error
             pending = list(self._pending.values())
         self._credits.fail(error)
         for each in pending:
