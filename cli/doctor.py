@@ -109,9 +109,7 @@ def _cuda_rows(gpu: "CudaReport") -> "Iterable[Row]":
     details = "copies move {} within the device, {} to it, {} from it"
     yield gpu.name, "bandwidth", "-", details.format(*map(_rate, rates))
     yield from _check_rows(gpu.name, gpu.checks)
-    if gpu.kernels is None:
-        yield gpu.name, "kernels", "-", "this version has none for CUDA"
-    else:
+    if gpu.kernels is not None:
         yield from _kernel_rows(gpu.name, gpu.kernels)
 
 

@@ -48,8 +48,17 @@ def open_session(flags: EngineFlags, options: Options) -> Iterator[Session]:
             load_s = time.perf_counter() - start
             for note in llm.notes:
                 show_warning(note)
+            if options.device is None and (unused := _cuda_devices()):
+                print(f"{unused} not used: --device names what is", file=sys.stderr)
             show_placement(llm)
             yield Session(llm, load_s)
+
+
+def _cuda_devices() -> str:
+    """All there are."""
+    import torch
+
+    return ",".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -243,55 +243,62 @@ def _examine_cuda(
 ) -> CudaReport:
     name = f"cuda:{index}"
     progress(f"{name}: copies, streams, graphs")
-    sizes = [0, 0]
-    rates: list[float | None] = [None, None, None]
+    found = CudaReport(name, "unknown", (0, 0), 0, 0, None, None, None, (), None)
 
-    def has_room() -> tuple[bool, str]:
-        sizes[:] = api.cuda.mem_get_info(index)
+    def is_there() -> tuple[bool, str]:
+        nonlocal found
+        free, total = api.cuda.mem_get_info(index)
+        found = replace(
+            found,
+            model=api.cuda.get_device_name(index),
+            capability=tuple(api.cuda.get_device_capability(index)),
+            free_bytes=free,
+            total_bytes=total,
+        )
         return True, "a context can be made"
 
     def copies() -> tuple[bool, str]:
+        nonlocal found
         within = cuda_trials.copy_bytes_per_s(api, index, index, "p2p")
-        rates[:] = within, *cuda_trials.host_bytes_per_s(api, index)
+        up, down = cuda_trials.host_bytes_per_s(api, index)
+        found = replace(found, bytes_per_s=within, up_bytes_per_s=up, down_bytes_per_s=down)
         return True, "within the device, to it and from it"
 
     def runs_beside() -> tuple[bool, str]:
         share = cuda_trials.overlap(api, index)
         return share > OVERLAP, _share(share)
 
-    def replays() -> tuple[bool, str]:
-        ok = cuda_trials.graph_replays(api, index)
-        return ok, "a captured graph replays" if ok else "a captured graph computes something else"
+    def computes() -> tuple[bool, str]:
+        nonlocal found
+        if cuda_kernels is not None:
+            progress(f"{name}: kernels")
+            # Triton launches on the current device, wherever the tensors are.
+            with Current(api.cuda, api.cuda.Stream(device=index)):
+                found = replace(found, kernels=cuda_kernels(index))
+        return True, "can be tried"
 
-    checks = (
-        _try("memory", has_room),
+    checks = [
+        _try("memory", is_there),
         _try("copies", copies),
         _try("overlap", runs_beside, needed=False),
-        _try("graphs", replays, needed=False),
-    )
-    return CudaReport(
-        name=name,
-        model=api.cuda.get_device_name(index),
-        capability=tuple(api.cuda.get_device_capability(index)),
-        free_bytes=sizes[0],
-        total_bytes=sizes[1],
-        bytes_per_s=rates[0],
-        up_bytes_per_s=rates[1],
-        down_bytes_per_s=rates[2],
-        checks=checks,
-        kernels=_cuda_kernels(api, index, cuda_kernels, progress),
-    )
+        _try_graphs(api, index),
+    ]
+    computing = _try("kernels", computes)
+    return replace(found, checks=tuple(checks if computing.ok else [*checks, computing]))
 
 
-def _cuda_kernels(
-    api: Any, index: int, try_kernels: CudaKernels | None, progress: Progress
-) -> Kernels | None:
-    if try_kernels is None:
-        return None
-    progress(f"cuda:{index}: kernels")
-    # Triton launches on the current device, wherever the tensors are.
-    with Current(api.cuda, api.cuda.Stream(device=index)):
-        return try_kernels(index)
+def _try_graphs(api: Any, index: int) -> Check:
+    """A run whose graphs cannot be captured goes kernel by kernel, but would not notice one that
+    computes something else."""
+    replayed: list[bool] = []
+
+    def replays() -> tuple[bool, str]:
+        replayed.append(cuda_trials.graph_replays(api, index))
+        if replayed[0]:
+            return True, "a captured graph replays"
+        return False, "a captured graph computes something else; --no-cuda-graphs goes without"
+
+    return replace(_try("graphs", replays, needed=False), needed=bool(replayed))
 
 
 def _examine_pair(api: Any, i: int, j: int, progress: Progress) -> PairReport:
@@ -305,6 +312,9 @@ def _examine_pair(api: Any, i: int, j: int, progress: Progress) -> PairReport:
             rates[mode] = cuda_trials.copy_bytes_per_s(api, i, j, mode)
         return not damage, damage or "arrives unharmed"
 
+    def has_access() -> tuple[bool, str]:
+        return bool(api.cuda.can_device_access_peer(i, j)), ""
+
     checks = (
         _try("p2p small", lambda: arrives("p2p", SMALL_BYTES), needed=False),
         _try("p2p large", lambda: arrives("p2p", LARGE_BYTES), needed=False),
@@ -314,7 +324,7 @@ def _examine_pair(api: Any, i: int, j: int, progress: Progress) -> PairReport:
     return PairReport(
         source=f"cuda:{i}",
         target=f"cuda:{j}",
-        peer_access=bool(api.cuda.can_device_access_peer(i, j)),
+        peer_access=_try("peer access", has_access).ok is True,
         p2p_bytes_per_s=rates["p2p"],
         host_bytes_per_s=rates["host"],
         checks=checks,
@@ -334,12 +344,14 @@ def _choices(
         why = "no CUDA device is visible" if built else f"torch {api.__version__} is without CUDA"
         yield Choice("devices", "cpu", why)
         return
-    yield Choice("devices", ",".join(gpu.name for gpu in cuda), "one stage on each")
+    names = ",".join(gpu.name for gpu in cuda)
+    yield Choice("devices", "cpu", f"CUDA devices are used where they are named: --device {names}")
     for gpu in cuda:
         if gpu.kernels is not None:
             yield Choice(f"{gpu.name} kernels", gpu.kernels.name, gpu.kernels.why)
         graphs = next(check for check in gpu.checks if check.name == "graphs")
-        yield Choice(f"{gpu.name} decode", "graphs" if graphs.ok else "eager", graphs.detail)
+        is_captured = graphs.ok or graphs.needed
+        yield Choice(f"{gpu.name} decode", "graphs" if is_captured else "eager", graphs.detail)
     for pair in pairs:
         why = next((c.detail for c in pair.checks if not c.ok), "data arrives unharmed")
         yield Choice(f"{pair.source} to {pair.target}", pair.mode or "nothing", why)

@@ -46,6 +46,15 @@ def test_only_the_generated_text_is_on_stdout(capsys, chat_model):
     assert "Hello" not in err
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_gpus_that_nobody_named_are_pointed_out(named, capsys, chat_model, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    flags = ("--device", "cpu") if named else ()
+    _, _, err = run(capsys, chat_model, "-p", "Hello", "-n", "1", *GREEDY, *flags)
+    told = "cuda:0,cuda:1 not used: --device names what is" in err.splitlines()
+    assert told is not named
+
+
 def test_stderr_shows_devices_context_pipelining_and_speed(capsys, chat_model):
     _, _, err = run(
         capsys, chat_model, "-p", "Hello", "-n", "5", *GREEDY, "--device", "cpu:0,cpu:1"

@@ -225,7 +225,7 @@ def test_devices_and_pairs_are_tried_and_what_is_used_is_said(quick_cpu):
     assert report.pairs[0].host_bytes_per_s == pytest.approx(n / 1.0)
     assert report.broken == ()
     assert [(c.what, c.choice) for c in report.choices[1:]] == [
-        ("devices", "cuda:0,cuda:1"),
+        ("devices", "cpu"),
         ("cuda:0 kernels", "triton"),
         ("cuda:0 decode", "graphs"),
         ("cuda:1 kernels", "triton"),
@@ -233,6 +233,7 @@ def test_devices_and_pairs_are_tried_and_what_is_used_is_said(quick_cpu):
         ("cuda:0 to cuda:1", "p2p"),
         ("cuda:1 to cuda:0", "p2p"),
     ]
+    assert "--device cuda:0,cuda:1" in report.choices[1].why
     assert torch_double.world.races == []
 
 
@@ -268,28 +269,70 @@ def test_copies_that_wait_for_computations_are_said_but_harmless(quick_cpu):
     assert cuda_trials.overlap(double(), 0) == 1
 
 
-def test_a_graph_that_computes_something_else_is_not_used(quick_cpu, monkeypatch):
+def test_a_graph_that_computes_something_else_is_broken_as_a_run_would_not_notice(quick_cpu):
     torch_double = double(n_devices=1)
     torch_double.replay = lambda items: None
     report = examine(api=torch_double)
-    assert named(report.cuda[0].checks)["graphs"].ok is False
-    assert report.choices[-1].choice == "eager"
+    assert report.choices[-1].choice == "graphs"
+    (fault,) = report.broken
+    assert fault.startswith("cuda:0: graphs: a captured graph computes something else")
+    assert "--no-cuda-graphs" in fault
+
+
+def test_without_graphs_a_run_goes_kernel_by_kernel(quick_cpu):
+    def fail(items):
+        raise RuntimeError("CUDA error: operation not supported\nmore")
+
+    torch_double = double(n_devices=1)
+    torch_double.replay = fail
+    report = examine(api=torch_double)
+    assert (report.choices[-1].choice, report.choices[-1].why) == (
+        "eager",
+        "CUDA error: operation not supported",
+    )
     assert report.broken == ()
 
 
-def test_a_device_that_fails_is_broken_and_the_others_are_still_tried(quick_cpu):
+BUSY = "CUDA error: all CUDA-capable devices are busy"
+
+
+@pytest.mark.parametrize(
+    ("asked", "broken"),
+    [
+        ("mem_get_info", ("cuda:0: memory",)),
+        ("get_device_name", ("cuda:0: memory",)),
+        ("get_device_capability", ("cuda:0: memory",)),
+        ("Stream", ("cuda:0: copies", "cuda:0: kernels")),
+        ("can_device_access_peer", ()),
+    ],
+)
+def test_a_device_that_fails_is_broken_and_the_others_are_still_tried(asked, broken, quick_cpu):
     torch_double = double()
-    ask = torch_double.mem_get_info
+    ask = getattr(torch_double.cuda, asked)
 
-    def mem_get_info(i):
+    def fail_on_first(*args, **kwargs):
+        if 0 in (*args, *kwargs.values()):
+            raise RuntimeError(f"{BUSY}\nCompile with ...")
+        return ask(*args, **kwargs)
+
+    setattr(torch_double.cuda, asked, fail_on_first)
+    found = Kernels("triton", "it runs", SOUND)
+    report = examine(api=torch_double, cuda_kernels=lambda i: found)
+    of_devices = [fault for fault in report.broken if " to " not in fault]
+    assert of_devices == [f"{what}: {BUSY}" for what in broken]
+    assert (report.cuda[1].total_bytes, report.cuda[1].kernels) == (8 << 30, found)
+    assert report.cuda[1].model == "Double 1"
+
+
+def test_kernels_that_cannot_be_tried_are_broken_and_the_others_are_still_tried(quick_cpu):
+    def try_kernels(i):
         if i == 0:
-            raise RuntimeError("CUDA error: all CUDA-capable devices are busy\nCompile with ...")
-        return ask(i)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nmore")
+        return Kernels("triton", "it runs", SOUND)
 
-    torch_double.cuda.mem_get_info = mem_get_info
-    report = examine(api=torch_double)
-    assert report.broken == ("cuda:0: memory: CUDA error: all CUDA-capable devices are busy",)
-    assert report.cuda[1].total_bytes == 8 << 30
+    report = examine(api=double(), cuda_kernels=try_kernels)
+    assert [gpu.kernels is None for gpu in report.cuda] == [True, False]
+    assert report.broken == ("cuda:0: kernels: CUDA out of memory. Tried to allocate 2.00 MiB",)
 
 
 def test_kernels_of_a_device_are_tried_with_the_device_current(quick_cpu):
