@@ -3,9 +3,11 @@
     python tests/gpu/check.py [--sections kernels,races] [--budget 540] [--model model.gguf]
 
 Runs from the source tree, installed or not, with torch 2.11 and Triton 3.6 or later; of packages it
-needs those that gguf-pp does. Sections come in the order of what is worst to have wrong. A line
-has: section, ok (null where there is nothing to try), seconds, figures, error. Exits with 0, with
-1 if anything is wrong, with 2 where there is no CUDA device. stderr is for whoever looks into it.
+needs those that gguf-pp does. The first layers of a real model are tried as well, if `gguf-pp pull
+smollm2-135m` has put it into the cache. Sections come in the order of what is worst to have wrong.
+A line has: section, ok (null where there is nothing to try), seconds, figures, error. Exits with 0,
+with 1 if anything is wrong, with 2 where there is no CUDA device. stderr is for whoever looks into
+it.
 """
 
 import argparse
@@ -35,6 +37,7 @@ KERNEL_PARTS = (
     "attention", "quantize", "mix", "choose", "rope", *BLOCK_TYPES, *PLAIN_TYPES, "others",
 )  # fmt: skip
 """In the order in which they are begun: what compiles longest first."""
+WAYS = ("exact", "default", "with the CPU")
 
 SECTIONS = (
     Section("versions", 20, "tests.gpu.versions:check"),
@@ -43,10 +46,11 @@ SECTIONS = (
     Section("races", 50, "tests.gpu.schedule:check_races"),
     Section("end_to_end", 110, "tests.gpu.models:check_end_to_end"),
     Section("graphs", 60, "tests.gpu.models:check_graphs"),
-    Section("no_syncs", 45, "tests.gpu.models:check_no_syncs"),
+    Section("no_syncs", 45, "tests.gpu.syncs:check"),
+    Section("ladder", 15, "tests.gpu.memory:check"),
     Section("bandwidth", 50, "tests.gpu.speed:check_bandwidth"),
     Section("remote", 55, "tests.gpu.models:check_remote"),
-    Section("ladder", 15, "tests.gpu.memory:check"),
+    Section("real", 60, "tests.gpu.models:check_real", WAYS),
     Section("attention", 30, "tests.gpu.speed:check_attention"),
     Section("crossover", 60, "tests.gpu.speed:check_crossover"),
 )

@@ -1,4 +1,4 @@
-"""A whole model on the device, by the interface that users have: ids, tokens/s, syncs, a worker."""
+"""A whole model on the device, by the interface that users have: ids, speed, graphs, a worker."""
 
 import contextlib
 import re
@@ -6,23 +6,24 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 import gguf_pp
+from gguf_pp import fetch
 from gguf_pp.api import LLM
 from gguf_pp.backend import cuda_trials
 from gguf_pp.config import parse_devices
 from gguf_pp.errors import ConfigError
 from gguf_pp.net import parse_endpoint
 from gguf_pp.pipeline.lent import Access, ask
+from tests.gpu.check import WAYS
+from tests.gpu.cut import cut
 from tests.gpu.harness import Missing, Report
 from tests.gpu.nursery import write_model
 
@@ -35,6 +36,7 @@ N_STREAMS = 16
 PROMPT_UBATCHES = 8
 PART_ROWS = 256
 """Of a ubatch that cuBLAS multiplies."""
+REAL, REAL_LAYERS = "smollm2-135m", 8
 EXACT_LOGITS, ROUNDED_LOGITS = 2e-3, 0.2
 """The most that logits may be off from the CPU's, in their standard deviations."""
 
@@ -81,31 +83,53 @@ def check_end_to_end(part: str, report: Report) -> None:
     does; tokens/s."""
     require_built()
     with model_of(report) as path:
-        with load(path, ["cpu"]) as llm:
-            ids, prompt = answer(llm), prompt_of(llm, 192)
-            wanted = llm.logits(prompt)
-        _against_cpu(report, path, ids, prompt, wanted)
-        _against_each_other(report, path, prompt)
+        wanted = _from_cpu(path)
+        for name in WAYS:
+            report.tell(**{name: _against_cpu(report, path, name, wanted)})
+        _against_each_other(report, path, wanted.prompt)
         _under_a_cap(report, path)
         _rates(report, path)
 
 
-def _against_cpu(
-    report: Report, path: Path, ids: list[int], prompt: list[int], wanted: np.ndarray
-) -> None:
-    for name, devices, exact in (
-        ("exact", ONE, True), ("default", ONE, False), ("with the CPU", MIXED, True)
-    ):  # fmt: skip
-        limit = EXACT_LOGITS if exact else ROUNDED_LOGITS
-        with load(path, devices, exact=exact) as llm:
-            got, logits = answer(llm), llm.logits(prompt)
-        differ = (i for i, (a, b) in enumerate(zip(got, ids, strict=True)) if a != b)
-        n_equal = next(differ, len(ids))
-        off = float(np.abs(logits - wanted).max() / wanted.std())
-        report.tell(**{name: {"ids_equal": n_equal, "of": len(ids), "logits_off": off}})
-        report.require(off <= limit, f"{name}: logits are off by {off:.2g} standard deviations")
-        if exact:
-            report.require(n_equal == len(ids), f"{name}: ids differ from token {n_equal} on")
+def check_real(part: str, report: Report) -> None:
+    """The first layers of a real model, if it lies in the cache: ids and logits against the CPU's.
+    A part is a way to compute them."""
+    require_built()
+    real = fetch.default_cache_dir() / fetch.KNOWN[REAL].cached_name
+    if not real.is_file():
+        raise Missing(f"{REAL}, which gguf-pp pull {REAL} puts into the cache")
+    with tempfile.TemporaryDirectory() as folder:
+        path = cut(real, REAL_LAYERS, Path(folder) / "cut.gguf")
+        report.tell(**_against_cpu(report, path, part, _from_cpu(path)))
+
+
+class Wanted(NamedTuple):
+    """What a CPU answers, and its logits after a prompt."""
+
+    ids: list[int]
+    prompt: list[int]
+    logits: np.ndarray
+
+
+def _from_cpu(path: Path) -> Wanted:
+    with load(path, ["cpu"]) as llm:
+        prompt = prompt_of(llm, 192)
+        return Wanted(answer(llm), prompt, llm.logits(prompt))
+
+
+def _against_cpu(report: Report, path: Path, name: str, wanted: Wanted) -> dict[str, Any]:
+    """How many ids are those of the CPU, and how far its logits are off, computed in a way."""
+    exact = name != "default"
+    with load(path, MIXED if name == "with the CPU" else ONE, exact=exact) as llm:
+        ids, logits = answer(llm), llm.logits(wanted.prompt)
+    differ = (i for i, (a, b) in enumerate(zip(ids, wanted.ids, strict=True)) if a != b)
+    n_equal = next(differ, len(ids))
+    off = float(np.abs(logits - wanted.logits).max() / wanted.logits.std())
+    is_near = off <= (EXACT_LOGITS if exact else ROUNDED_LOGITS)
+    report.require(is_near, f"{name}: logits are off by {off:.2g} standard deviations")
+    is_same = n_equal == len(ids) or not exact
+    report.require(is_same, f"{name}: ids differ from token {n_equal} on")
+    return {"ids_equal": n_equal, "of": len(ids), "logits_off": off}
 
 
 def _against_each_other(report: Report, path: Path, prompt: list[int]) -> None:
@@ -189,44 +213,6 @@ def _force_groups(llm: LLM, n: int) -> None:
         return engine.n_groups
 
     engine._groups = groups  # type: ignore[method-assign]
-
-
-def check_no_syncs(part: str, report: Report) -> None:
-    """No operation of a decode step waits for the device behind our back."""
-    require_built()
-    ones = torch.ones(1, device="cuda:0")
-    report.require(len(syncs_of(lambda: ones.item())) == 1, "torch does not notice a sync")
-    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    with model_of(report) as path:
-        for devices in (ONE, TWO):
-            with load(path, devices, parallel=4, exact=False) as llm:
-                running = [
-                    llm.generate(prompt_of(llm, 4, i), max_tokens=64, **settings) for i in range(4)
-                ]
-
-                def steps(n: int, running: Sequence[Iterator[str]] = running) -> None:
-                    for _ in range(n):
-                        for generation in running:
-                            next(generation)
-
-                steps(8)
-                found = syncs_of(lambda: steps(4))
-            report.tell(**{f"{len(devices)} stages": found})
-            total = sum(found.values())
-            report.require(total == 0, f"{total} syncs in 4 steps of {len(devices)} stages")
-
-
-def syncs_of(work: Any) -> dict[str, int]:
-    """How often `work` waits for the device, by the line that did."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    sites = (w for w in caught if "called a synchronizing" in str(w.message))
-    return dict(Counter(f"{'/'.join(Path(w.filename).parts[-2:])}:{w.lineno}" for w in sites))
 
 
 def check_remote(part: str, report: Report) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from gguf import GGUFReader
 
 from gguf_pp import triton
 from gguf_pp.backend import cuda_edges
@@ -27,10 +28,13 @@ from tests.gpu import (
     rig,
     schedule,
     speed,
+    syncs,
 )
+from tests.gpu.cut import cut
 from tests.gpu.harness import Missing
 from tests.gpu.heard import Heard
 from tests.quantized import T
+from tests.real import real
 
 # The scheduler, on the double of torch.
 
@@ -393,7 +397,63 @@ def test_syncs_are_counted_by_line(monkeypatch):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    (site,) = models.syncs_of(work).items()
+    (site,) = syncs.syncs_of(work).items()
     assert site[0].startswith(f"gpu{os.sep}test_sections.py:")
     assert site[1] == 3
     assert modes == ["warn", "default"]
+
+
+def test_steps_of_every_way_to_choose_are_watched(on_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    chosen = []
+    real = models.LLM.generate
+
+    def generate(llm, prompt, **how):
+        chosen.append(how)
+        return real(llm, prompt, **how)
+
+    monkeypatch.setattr(models.LLM, "generate", generate)
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.full(size, 1.0))
+    waits = [{"here": 1}, *[{}] * 5, {"there": 2}]
+    monkeypatch.setattr(syncs, "syncs_of", lambda work: (work(), waits.pop(0))[1])
+    heard = Heard()
+    syncs.check("", heard.report)
+    assert heard.faults == ["of all: 2 syncs in 4 steps of 2 stages"]
+    assert set(heard.figures) == {"1 stages", "2 stages"}
+    assert {how.get("top_k") for how in chosen} == {None, 40, 0}
+
+
+# A real model.
+
+
+def test_the_first_layers_of_a_real_model_answer_as_on_the_cpu(on_cpu):
+    real("smollm2-135m")
+    heard = Heard()
+    models.check_real("exact", heard.report)
+    assert heard.faults == []
+    assert heard.figures == {"ids_equal": 8, "of": 8, "logits_off": 0.0}
+
+
+def test_a_model_that_is_cut_keeps_all_but_its_later_layers(tmp_path):
+    path = nursery.write_model(tmp_path / "own.gguf", SIZE)
+    whole, less = GGUFReader(path), GGUFReader(cut(path, 2, tmp_path / "cut.gguf"))
+    changed = {
+        name: field.contents()
+        for name, field in less.fields.items()
+        if field.contents() != whole.fields[name].contents()
+    }
+    assert changed.pop("llama.block_count") == 2
+    assert set(changed) <= {"GGUF.tensor_count", "GGUF.kv_count"}
+    kept = {t.name: t for t in less.tensors}
+    for t in whole.tensors:
+        is_kept = not t.name.startswith(("blk.2.", "blk.3."))
+        assert (t.name in kept) is is_kept
+        if is_kept:
+            assert kept[t.name].tensor_type == t.tensor_type
+            assert kept[t.name].data.tobytes() == t.data.tobytes()
+
+
+def test_without_a_real_model_it_is_said_how_to_get_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("GGUF_PP_CACHE", str(tmp_path))
+    with pytest.raises(Missing, match="gguf-pp pull smollm2-135m"):
+        models.check_real("exact", Heard().report)
