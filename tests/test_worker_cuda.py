@@ -37,13 +37,21 @@ PLACES = {
     "a CPU first": (["cpu,cuda:0"], ["{0}", "cpu"]),
     "two linked workers": (["cuda:0", "cuda:1"], ["{0}", "{1}"]),
     "the second of a device": (["cuda:0,cuda:0"], ["cpu", "{0}/cuda:0#2"]),
+    "behind a GPU": (["cpu"], ["cuda:0", "{0}"]),
+    "before a GPU": (["cpu"], ["{0}", "cuda:0"]),
+    "between two GPUs": (["cuda:0"], ["cuda:0", "{0}", "cuda:1"]),
 }
 
 
 CASES = [(place, 2) for place in PLACES]
 CASES += [
     (place, n_copies)
-    for place in ("two virtual devices, in the middle", "then a CPU", "two linked workers")
+    for place in (
+        "two virtual devices, in the middle",
+        "then a CPU",
+        "two linked workers",
+        "between two GPUs",
+    )
     for n_copies in (1, 4)
 ]
 

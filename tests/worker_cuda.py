@@ -29,6 +29,7 @@ def now(monkeypatch):
 
     monkeypatch.setattr(cuda_edges, "TEST_BYTES", (256,))
     monkeypatch.setattr(cuda, "CudaSet", partial(cuda.CudaSet, api=now))
+    monkeypatch.setattr(cuda, "open_cuda", partial(cuda.open_cuda, api=now))
     monkeypatch.setattr(device_ops, "DeviceOps", NowOps)
     with watchdog(120):
         yield now
