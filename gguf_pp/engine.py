@@ -31,6 +31,8 @@ from gguf_pp.sampling import NO_TOKEN, Sampler, SamplingParams, not_numbers
 
 REGROUP_STEPS = 16
 """Ubatches between two choices of the number of groups."""
+MIN_SAMPLES = 5
+"""Ubatches of a size from which on their median says how long it takes."""
 
 
 class _Cancelled(Exception):
@@ -344,13 +346,15 @@ class Engine:
 def _fit_decode(recent: Iterable[tuple[int, int, float]]) -> tuple[float, float] | None:
     """Seconds = a + b rows of a stage's recent ubatches in which every row decoded.
 
-    Of those with equal rows the median counts: a step that compiled something took very long.
+    Of those with equal rows the median counts, if there are enough: steps that compiled kernels or
+    were captured as graphs, the first and the second of a size, took very long.
     """
     times: dict[int, list[float]] = {}
     for n, n_out, seconds in tuple(recent):  # at once: the stage's own thread appends
         if n == n_out:
             times.setdefault(n, []).append(seconds)
-    return fit_stage_time((n, median(seconds)) for n, seconds in times.items())
+    sizes = ((n, seconds) for n, seconds in times.items() if len(seconds) >= MIN_SAMPLES)
+    return fit_stage_time((n, median(seconds)) for n, seconds in sizes)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

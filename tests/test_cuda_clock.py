@@ -22,7 +22,7 @@ def test_work_on_a_device_takes_its_own_time_and_not_that_of_its_launch():
     stream = double.cuda.Stream(device=1)
     host_s = iter(range(100, 10_000, 10))
     trace = Trace(clock=lambda: float(next(host_s)))
-    trace.clocks[0] = CudaClock(double.cuda, 1)
+    trace.clocks[0] = CudaClock(double.cuda, double.cuda.Stream(device=1))
     trace.enabled = True
     x = double.empty((4,), dtype=torch.float32, device="cuda:1")
     pieces = [trace.open("compute", 0, i, 0, 1) for i in range(3)]
@@ -42,7 +42,7 @@ def test_work_on_a_device_takes_its_own_time_and_not_that_of_its_launch():
 def test_devices_and_the_host_share_one_clock():
     double = Double(kernel_s=3.0)
     trace = Trace(clock=double.world.now)
-    trace.clocks = {i: CudaClock(double.cuda, i) for i in range(2)}
+    trace.clocks = {i: CudaClock(double.cuda, double.cuda.Stream(device=i)) for i in range(2)}
     trace.enabled = True
     streams = [double.cuda.Stream(device=i) for i in range(2)]
     first, second = (trace.open("compute", i, 0, 0, 1) for i in range(2))
@@ -66,7 +66,8 @@ def test_devices_and_the_host_share_one_clock():
 
 def test_looking_at_a_trace_waits_for_nothing_that_was_queued():
     double = Double()
-    clock, stream, told = CudaClock(double.cuda, 0), double.cuda.Stream(device=0), []
+    stream, told = double.cuda.Stream(device=0), []
+    clock = CudaClock(double.cuda, double.cuda.Stream(device=0))
     x = double.empty((4,), dtype=torch.float32, device="cuda:0")
     with Current(double.cuda, stream):
         clock.note(lambda s: told.append(s))

@@ -160,6 +160,23 @@ def test_weights_of_every_type_are_dequantized_inside_a_graph(type):
     torch.testing.assert_close(again, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+def test_graphs_are_dropped_before_others_get_the_streams_they_were_captured_on(
+    chat_model, now, monkeypatch
+):
+    left, real = [], cuda.cuda_streams.give_back
+    with gguf_pp.load(chat_model, ["cuda:0", "cuda:1"], parallel=3, **OPTIONS) as llm:
+        llm.generate_batch(PROMPTS, **GREEDY)
+        steps = [stage._steps for stage in llm._pipeline.stages]
+        assert all(s._graphs for s in steps)
+
+        def give_back(api, index, stream, *, compute):
+            left.append(len(steps[index]._graphs))
+            real(api, index, stream, compute=compute)
+
+        monkeypatch.setattr(cuda.cuda_streams, "give_back", give_back)
+    assert len(left) >= 6 and set(left) == {0}
+
+
 def test_graphs_can_be_left_out(chat_model, now):
     options = {"cuda_graphs": False}
     assert texts(chat_model, ["cuda:0"], GREEDY, **options) == texts(chat_model, ["cpu"], GREEDY)

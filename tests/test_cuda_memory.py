@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from gguf_pp.backend.base import OutOfMemory, is_out_of_memory
-from gguf_pp.backend.cuda import MARGIN_BYTES, MARGIN_SHARE, open_cuda
+from gguf_pp.backend.cuda import open_cuda
+from gguf_pp.backend.cuda_budget import MARGIN_BYTES, MARGIN_SHARE
 from gguf_pp.backend.cuda_host import Landing, Uploads
 from gguf_pp.config import Device
 from gguf_pp.errors import ConfigError

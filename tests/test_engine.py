@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gguf_pp.config import Options, resolve
-from gguf_pp.engine import Engine
+from gguf_pp.engine import Engine, _fit_decode
 from gguf_pp.errors import RequestError
 from gguf_pp.gguf import ModelFile
 from gguf_pp.pipeline.build import Pipeline
@@ -223,6 +223,13 @@ def test_a_failure_in_a_stage_fails_its_requests_and_no_others(make_engine, alon
     again = engine.add(PROMPTS[3], GREEDY, 12)
     run(engine)
     assert again.generated == alone[3]
+
+
+def test_steps_that_compile_or_are_captured_do_not_decide_how_many_groups_there_are():
+    slow = [(8, 8, 30.0), (8, 8, 5.0), (1, 1, 30.0), (1, 1, 5.0)]
+    assert _fit_decode([*slow, *[(8, 8, 0.9)] * 3, (1, 1, 0.2)]) is None
+    a, b = _fit_decode([*slow, *[(8, 8, 0.9), (1, 1, 0.2), (300, 1, 9.0)] * 3])
+    assert (a, b) == pytest.approx((0.1, 0.1))
 
 
 def test_two_devices_keep_two_groups_in_flight(make_engine):

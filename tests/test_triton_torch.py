@@ -1,5 +1,6 @@
 """What runs where there is no Triton, and what its kernels are held against."""
 
+import subprocess
 import sys
 
 import pytest
@@ -46,6 +47,16 @@ def test_a_scratch_of_one_row_does():
     assert worst(ops.linear(x, ops.matrix(raws)), x, weights(*raws)) < 2e-6
 
 
+def test_pieces_of_a_matrix_begin_where_loads_are_wide():
+    raw = random_raw(T.Q6_K, 100, 256)
+    ops = torch_ops(scratch_bytes=4 * 256 * 37)
+    w, x = ops.matrix([raw]), random_x(4, 256)
+    ((_, part),) = w.parts()
+    first_rows = [first for first, _, _ in ops._chunks(part, torch.float32)]
+    assert first_rows == [0, 32, 64, 96]
+    assert worst(ops.linear(x, w), x, weights(raw)) < 2e-6
+
+
 def test_bias_and_addend_are_added_to_every_part():
     raws = [random_raw(T.Q8_0, 5, 64), random_raw(T.F32, 3, 64)]
     ops = torch_ops()
@@ -82,6 +93,56 @@ def test_the_reason_against_triton_is_kept_in_words(monkeypatch):
         assert str(MatrixOps("cpu").why_torch).startswith("Triton does not load: ")
     finally:
         why_unusable.cache_clear()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from gguf_pp.triton import attention_torch, choose, launching, linear, matrix, mixture_torch
+from gguf_pp.triton import multiply_torch, planes, quantize_torch, rope_torch, standing
+from gguf_pp.triton.ops import DeviceOps
+from tests.quantized import T, random_raw, random_x, weights, worst
+
+for exact in (True, False):
+    ops, raw, x = DeviceOps("cpu", exact=exact), random_raw(T.Q4_K, 9, 512), random_x(3, 512)
+    assert ops.name == "torch cpu", ops.name
+    assert str(ops._products.why_torch).startswith("Triton does not load: ")
+    assert worst(ops.linear(x, ops.matrix([raw])), x, weights(raw)) < 4e-3
+"""
+
+
+def test_without_triton_all_loads_and_torch_computes():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+        FileNotFoundError(2, "No such file or directory", "ptxas"),
+        AssertionError("libcuda.so cannot found!"),
+        None,
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_first_kernel_that_fails_or_computes_nothing_is_the_reason(failure, monkeypatch):
+    pytest.importorskip("triton")
+    from gguf_pp.triton import probe_kernels
+
+    def launch(out):
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr(gguf_pp.triton, "is_interpreted", lambda: True)
+    monkeypatch.setattr(probe_kernels, "count", {(1,): launch})
+    why = why_unusable.__wrapped__(torch.device("cpu"))
+    assert why.startswith("Triton")
+    assert failure is None or str(failure) in why
 
 
 def test_a_compiler_of_triton_is_not_asked_for_a_cpu(monkeypatch):

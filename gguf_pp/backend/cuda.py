@@ -8,27 +8,24 @@ may block until a CPU or another machine is through.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from gguf_pp.backend import cuda_streams
-from gguf_pp.backend.base import Buffer, Event, Memory, OutOfMemory
+from gguf_pp.backend.base import Buffer, Event, Memory
 from gguf_pp.backend.cpu import CpuEvent, CpuStream, Mark
+from gguf_pp.backend.cuda_budget import CudaBudget
 from gguf_pp.backend.cuda_edges import Current, EdgeCopy, Mode, Pinned, choose_modes, copy_between
 from gguf_pp.backend.cuda_relay import Broke, PinnedBuffer, ignore, telling
 from gguf_pp.backend.host import share_cores
 from gguf_pp.config import Device
 from gguf_pp.errors import ConfigError
-
-MARGIN_BYTES = 256 << 20
-MARGIN_SHARE = 0.02
-"""What a device keeps free for cuBLAS workspaces, modules and graphs, and for fragmentation."""
 
 CORE_BYTES_PER_S = 8e9
 """What a core of a CPU reads, about: the unit of `relative_speed`."""
@@ -157,57 +154,19 @@ class CudaStream:
         dst.tensor[:n_rows].copy_(src.pinned.take(n_rows))
 
 
-class CudaBudget:
-    """Bytes of one CUDA device, shared by all virtual devices on it."""
+class Captured(Protocol):
+    """Graphs that were captured on a stream."""
 
-    def __init__(self, api: Any, index: int, limit_bytes: int | None = None) -> None:
-        self._cuda = api.cuda
-        self._index = index
-        self._lock = threading.Lock()
-        self._used_bytes = 0
-        self._cached = True  # torch may keep what a model had that was closed
-        api.empty((1,), dtype=api.uint8, device=f"cuda:{index}")  # the context counts as taken
-        self.total_bytes, room = self._room()
-        room = max(0, room - MARGIN_BYTES - int(MARGIN_SHARE * room))
-        self._limit_bytes = room if limit_bytes is None else min(room, limit_bytes)
-
-    def _room(self) -> tuple[int, int]:
-        """Total bytes, and those free for torch: what its allocator caches counts as free."""
-        free, total = self._cuda.mem_get_info(self._index)
-        reserved = self._cuda.memory_reserved(self._index)
-        return total, free + reserved - self._cuda.memory_allocated(self._index)
-
-    def take(self, device: str, n_bytes: int, what: str) -> None:
-        """Count `n_bytes`, or raise OutOfMemory."""
-        with self._lock:
-            if self._cached:  # what was given back is of no use to cuBLAS while torch keeps it
-                self._cuda.empty_cache()
-                self._cached = False
-            if n_bytes > (free := self._free()):
-                raise OutOfMemory(device, what, n_bytes, free)
-            self._used_bytes += n_bytes
-
-    def give(self, n_bytes: int) -> None:
-        """Give back what `take` counted."""
-        with self._lock:
-            self._used_bytes -= n_bytes
-            self._cached = True
-            assert self._used_bytes >= 0
-
-    def memory(self) -> Memory:
-        """Total and free bytes."""
-        with self._lock:
-            return Memory(f"cuda:{self._index}", self.total_bytes, self._free())
-
-    def _free(self) -> int:
-        """What is counted is partly allocated and partly yet to be, so neither number alone is it:
-        other processes take memory as well."""
-        return max(0, min(self._limit_bytes - self._used_bytes, self._room()[1]))
+    def close(self) -> None:
+        """Drop them."""
+        ...
 
 
 class CudaBackend:
     """One CUDA device, or one of several virtual ones on it. `idle` is a stream that does nothing
     but bring rows in. `hosted` is whether streams have a thread; `broke` hears of those that break.
+    `captured` is dropped before others get the streams: with a graph torch drops what cuBLAS works
+    in on its stream, whoever's that is by then.
     """
 
     local = True
@@ -228,8 +187,9 @@ class CudaBackend:
         self.hosted = hosted
         self.api = api
         self.relative_speed = _relative_speed(api.cuda.get_device_properties(index))
-        self.idle = cuda_streams.take(api, index, compute=False)
-        self._raws = [(self.idle, False)]
+        self.captured: WeakSet[Captured] = WeakSet()
+        self._raws: list[tuple[Any, bool]] = []
+        self.idle = self.raw_stream()
         self.broke: Broke = ignore
         self._budget = budget
         self._modes = modes
@@ -261,11 +221,15 @@ class CudaBackend:
         """Make a stream."""
         full_name = f"{self.name} {name}"
         thread = CpuStream(full_name, share_cores(1)[0], 1) if self.hosted else None
-        raw = cuda_streams.take(self.api, self.index, compute=compute)
-        self._raws.append((raw, compute))
-        stream = CudaStream(full_name, self, raw, thread)
+        stream = CudaStream(full_name, self, self.raw_stream(compute=compute), thread)
         self._streams.append(stream)
         return stream
+
+    def raw_stream(self, *, compute: bool = False) -> Any:
+        """A stream as torch has them, of nobody else until this device is closed."""
+        raw = cuda_streams.take(self.api, self.index, compute=compute)
+        self._raws.append((raw, compute))
+        return raw
 
     def reserve(self, n_bytes: int, what: str) -> None:
         """Count `n_bytes` as taken; raises OutOfMemory if the device has less."""
@@ -288,9 +252,12 @@ class CudaBackend:
         somebody else captures there; give them back, and end threads."""
         for stream in self._streams:
             stream.close()
-        for raw, compute in self._raws:
-            with contextlib.suppress(RuntimeError):  # told before, where its work was waited for
+        with contextlib.suppress(RuntimeError):  # told before, where their work was waited for
+            for raw, _ in self._raws:
                 raw.synchronize()
+            for graphs in self.captured:
+                graphs.close()
+            for raw, compute in self._raws:
                 cuda_streams.give_back(self.api, self.index, raw, compute=compute)
         self._streams.clear()
         self._raws.clear()
@@ -331,7 +298,7 @@ class CudaSet:
         _require(api, wanted)
         self.budgets = {i: CudaBudget(api, i, limits.get(i)) for i in sorted(wanted)}
         self._modes = choose_modes(api, edges, edge_copy)
-        self._probes = {i: api.cuda.Stream(device=i, priority=-1) for i in self.budgets}
+        self._probes: dict[int, Any] = {}
 
     def open(
         self, name: str, index: int, *, hosted: bool, budget: CudaBudget | None = None
@@ -352,6 +319,8 @@ class CudaSet:
         would.
         """
         try:
+            if index not in self._probes:
+                self._probes[index] = cuda_streams.take(self.api, index, compute=False)
             self._probes[index].synchronize()
         except RuntimeError as exc:
             return in_short(exc)

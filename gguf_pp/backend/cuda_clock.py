@@ -12,14 +12,14 @@ class CudaClock:
     """A `DeviceClock` of one stage: events on its streams, told apart from one event whose time
     the host knows as well.
 
-    That event is made at each `settle`, on a stream of its own, and so is close to what it is
-    compared with: the device's clock may run faster or slower than the host's. What settles is one
-    thread; others may note.
+    That event is made at each `settle`, on `stream`, which does nothing else, and so is close to
+    what it is compared with: the device's clock may run faster or slower than the host's. What
+    settles is one thread; others may note.
     """
 
-    def __init__(self, cuda: Any, index: int) -> None:
+    def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda = cuda
-        self._stream = cuda.Stream(device=index, priority=-1)
+        self._stream = stream
         self._noted: deque[tuple[Any, Callable[[float], None]]] = deque()
 
     def note(self, tell: Callable[[float], None]) -> None:

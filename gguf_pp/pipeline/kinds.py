@@ -75,7 +75,7 @@ def make_clock(backend: Backend) -> DeviceClock | None:
         return None
     from gguf_pp.backend.cuda_clock import CudaClock
 
-    return CudaClock(cuda.api.cuda, cuda.index)
+    return CudaClock(cuda.api.cuda, cuda.raw_stream())
 
 
 def make_outlet(backend: Backend, n_slots: int, n_vocab: int) -> CudaOutlet | None:
@@ -101,12 +101,14 @@ def make_steps(
     if not ops.is_graphable:
         return None
     try:
-        return StepGraphs(cuda, ops, step, kv, sizes)
+        graphs = StepGraphs(cuda, ops, step, kv, sizes)
     except Exception as exc:
         if not is_out_of_memory(exc):
             raise
         log.warning("%s computes without CUDA graphs: %s", backend.name, exc)
         return None
+    cuda.captured.add(graphs)
+    return graphs
 
 
 def chooser_of(backend: Backend, ops: Ops) -> Chooser | None:

@@ -7,6 +7,7 @@ from typing import Any
 from gguf_pp.backend import cuda
 from gguf_pp.backend.base import Memory
 from gguf_pp.backend.cpu import Budget
+from gguf_pp.backend.cuda_budget import CudaBudget
 from gguf_pp.backend.cuda_relay import Relay
 from gguf_pp.config import Device, EdgeCopy
 from gguf_pp.errors import PlacementError
@@ -15,10 +16,10 @@ from gguf_pp.triton import ops
 log = logging.getLogger("gguf_pp")
 
 
-class CudaLease(cuda.CudaBudget):
+class CudaLease(CudaBudget):
     """What one session has taken of a device, given back as a whole at its end."""
 
-    def __init__(self, budget: cuda.CudaBudget) -> None:
+    def __init__(self, budget: CudaBudget) -> None:
         self._budget = budget
         self._taken_bytes = 0
 
