@@ -13,7 +13,7 @@ from .tables import count, print_table, printable, size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from gguf_pp.doctor import Check, CpuReport, CudaReport, Kernels, PairReport, Report
+    from gguf_pp.doctor import Check, CpuReport, CudaReport, Kernels, PairReport, Progress, Report
 
 _RESULTS = {True: "ok", False: "fails", None: "-"}
 
@@ -25,8 +25,8 @@ def doctor(
 ) -> None:
     """Try what a run relies on: kernels, copies, streams, memory; say what would be used and why.
 
-    Takes seconds. Without a CUDA device the CPU side is tried. The exit code is 1 if something
-    that would be used does not work.
+    Takes seconds; for the first time on a CUDA device minutes, as kernels are compiled. Without one
+    the CPU side is tried. The exit code is 1 if something that would be used does not work.
     """
     from gguf_pp.doctor import examine
 
@@ -40,7 +40,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _cuda_kernels(index: int) -> "Kernels":
+def _cuda_kernels(index: int, progress: "Progress") -> "Kernels":
     """Try what computes on a CUDA device."""
     import torch
 
@@ -51,7 +51,11 @@ def _cuda_kernels(index: int) -> "Kernels":
 
     device = f"cuda:{index}"
     why = why_unusable(torch.device(device))
-    checks = check_kernels(lambda exact: DeviceOps(device, exact=exact), device)
+    checks = check_kernels(
+        lambda exact: DeviceOps(device, exact=exact),
+        device,
+        tell=lambda type: progress(f"{device}: kernels of {type}"),
+    )
     if why is not None:
         return Kernels("torch", why, checks)
     return Kernels("triton", "Triton loads, and its kernels compute", checks)

@@ -54,7 +54,7 @@ class Kernels:
     checks: tuple[KernelCheck, ...]
 
 
-CudaKernels = Callable[[int], Kernels]
+CudaKernels = Callable[[int, Progress], Kernels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,10 @@ def examine(
     api: Any = torch,
     progress: Progress = lambda what: None,
 ) -> Report:
-    """Try everything; takes seconds. `cuda_kernels` tries the kernels of a device by index, which
-    is current then, with `check_kernels`. `progress` is told what comes next. Failures are in the
-    report, not raised.
+    """Try everything. Takes seconds, and minutes where kernels are compiled for the first time.
+
+    `cuda_kernels` tries the kernels of a device by index, which is current then, with
+    `check_kernels`. `progress` is told what comes next. Failures are in the report, not raised.
     """
     cpu = _examine_cpu(progress)
     n_devices = api.cuda.device_count() if api.cuda.is_available() else 0
@@ -271,10 +272,9 @@ def _examine_cuda(
     def computes() -> tuple[bool, str]:
         nonlocal found
         if cuda_kernels is not None:
-            progress(f"{name}: kernels")
             # Triton launches on the current device, wherever the tensors are.
             with Current(api.cuda, api.cuda.Stream(device=index)):
-                found = replace(found, kernels=cuda_kernels(index))
+                found = replace(found, kernels=cuda_kernels(index, progress))
         return True, "can be tried"
 
     checks = [

@@ -110,6 +110,20 @@ def test_kernels_that_raise_are_a_fault_and_the_others_are_still_tried(monkeypat
     assert two.fault == ""
 
 
+def test_each_type_is_told_before_its_kernels_are_compiled(monkeypatch):
+    monkeypatch.setattr("gguf_pp.ops.check.weight_types", lambda: weight_types()[-5:-3])
+    told, real = [], check_kernels
+
+    def on_the_cpu(make, device, tell):
+        return real(lambda exact: make_ops("torch", 1, exact=exact), n_rows=4, tell=tell)
+
+    monkeypatch.setattr("gguf_pp.ops.check.check_kernels", on_the_cpu)
+    monkeypatch.setattr("gguf_pp.triton.why_unusable", lambda device: "asked for")
+    found = cli._cuda_kernels(3, told.append)
+    assert [f"cuda:3: kernels of {check.type}" for check in found.checks] == told
+    assert len(told) == 2
+
+
 @pytest.mark.parametrize("type", weight_types(), ids=lambda t: t.name)
 def test_random_matrices_have_weights_of_ordinary_size(type):
     raw, weights = random_matrix(type, 4, 512)
@@ -204,7 +218,9 @@ def test_the_driver_is_named_as_its_maker_does(version, dotted):
 
 def test_devices_and_pairs_are_tried_and_what_is_used_is_said(quick_cpu):
     torch_double = double()
-    report = examine(api=torch_double, cuda_kernels=lambda i: Kernels("triton", "it runs", SOUND))
+    report = examine(
+        api=torch_double, cuda_kernels=lambda i, tell: Kernels("triton", "it runs", SOUND)
+    )
     assert [gpu.name for gpu in report.cuda] == ["cuda:0", "cuda:1"]
     gpu = report.cuda[1]
     assert (gpu.model, gpu.capability, gpu.total_bytes) == ("Double 1", (9, 0), 8 << 30)
@@ -317,7 +333,7 @@ def test_a_device_that_fails_is_broken_and_the_others_are_still_tried(asked, bro
 
     setattr(torch_double.cuda, asked, fail_on_first)
     found = Kernels("triton", "it runs", SOUND)
-    report = examine(api=torch_double, cuda_kernels=lambda i: found)
+    report = examine(api=torch_double, cuda_kernels=lambda i, tell: found)
     of_devices = [fault for fault in report.broken if " to " not in fault]
     assert of_devices == [f"{what}: {BUSY}" for what in broken]
     assert (report.cuda[1].total_bytes, report.cuda[1].kernels) == (8 << 30, found)
@@ -325,7 +341,7 @@ def test_a_device_that_fails_is_broken_and_the_others_are_still_tried(asked, bro
 
 
 def test_kernels_that_cannot_be_tried_are_broken_and_the_others_are_still_tried(quick_cpu):
-    def try_kernels(i):
+    def try_kernels(i, tell):
         if i == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nmore")
         return Kernels("triton", "it runs", SOUND)
@@ -338,7 +354,7 @@ def test_kernels_that_cannot_be_tried_are_broken_and_the_others_are_still_tried(
 def test_kernels_of_a_device_are_tried_with_the_device_current(quick_cpu):
     torch_double, seen = double(), []
 
-    def try_kernels(i):
+    def try_kernels(i, tell):
         seen.append((i, torch_double.current_stream().device_index))
         return Kernels("triton", "it runs", (KernelCheck("Q6_K", None, "off by nan"),))
 
@@ -362,7 +378,7 @@ def run(capsys, monkeypatch, report, *flags):
 
 @pytest.fixture
 def healthy(quick_cpu):
-    return examine(api=double(), cuda_kernels=lambda i: Kernels("triton", "it runs", SOUND))
+    return examine(api=double(), cuda_kernels=lambda i, tell: Kernels("triton", "it runs", SOUND))
 
 
 def test_json_is_the_report(healthy, capsys, monkeypatch):

@@ -62,16 +62,25 @@ def weight_types() -> list[GGMLQuantizationType]:
 
 
 def check_kernels(
-    make: Callable[[bool], Products], device: str = "cpu", n_rows: int = 24, n_cols: int = 512
+    make: Callable[[bool], Products],
+    device: str = "cpu",
+    n_rows: int = 24,
+    n_cols: int = 512,
+    tell: Callable[[str], None] = lambda type: None,
 ) -> tuple[KernelCheck, ...]:
     """Check what `make(exact)` computes on `device`: rows, and products of 1 and of 12 rows.
 
-    Matrices [n_rows, n_cols] are random. Failures are reported, not raised.
+    Matrices [n_rows, n_cols] are random. `tell` gets the name of each type before it is tried.
+    Failures are reported, not raised.
     """
     modes = [(make(True), EXACT_LIMIT)]
     if modes[0][0].name != "torch":  # which is always exact
         modes.append((make(False), ROUNDED_LIMIT))
-    return tuple(_check(type, modes, device, n_rows, n_cols) for type in weight_types())
+    checks = []
+    for type in weight_types():
+        tell(type.name)
+        checks.append(_check(type, modes, device, n_rows, n_cols))
+    return tuple(checks)
 
 
 def _check(

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,25 @@ BLOCK_TYPES = (
 )  # fmt: skip
 PLAIN_TYPES = ("F16", "BF16", "F32")
 KERNEL_PARTS = (
-    "attention", "quantize", "mix", "choose", "rope", *BLOCK_TYPES, *PLAIN_TYPES, "others",
-)  # fmt: skip
+    "attention",
+    *BLOCK_TYPES,
+    *(f"mix {name}" for name in ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "F16")),
+    *(f"attention {size}" for size in (64, 80, 96, 128, 256)),
+    *PLAIN_TYPES,
+    *("quantize", "choose", "rope", "others"),
+)
 """In the order in which they are begun: what compiles longest first."""
 WAYS = ("exact", "default", "with the CPU")
 
 SECTIONS = (
-    Section("versions", 20, "tests.gpu.versions:check"),
-    Section("kernels", 200, "tests.gpu.kernels:check", KERNEL_PARTS),
+    Section("versions", 60, "tests.gpu.versions:check"),
+    Section("kernels", 240, "tests.gpu.kernels:check", KERNEL_PARTS),
     Section("overlap", 40, "tests.gpu.schedule:check_overlap"),
     Section("races", 50, "tests.gpu.schedule:check_races"),
-    Section("end_to_end", 110, "tests.gpu.models:check_end_to_end"),
-    Section("graphs", 60, "tests.gpu.models:check_graphs"),
+    Section("end_to_end", 140, "tests.gpu.models:check_end_to_end", (*WAYS, "stages", "cap")),
+    Section("graphs", 75, "tests.gpu.models:check_graphs"),
     Section("no_syncs", 45, "tests.gpu.syncs:check"),
+    Section("rates", 60, "tests.gpu.models:check_rates"),
     Section("ladder", 15, "tests.gpu.memory:check"),
     Section("bandwidth", 50, "tests.gpu.speed:check_bandwidth"),
     Section("remote", 55, "tests.gpu.models:check_remote"),
@@ -54,7 +61,9 @@ SECTIONS = (
     Section("attention", 30, "tests.gpu.speed:check_attention"),
     Section("crossover", 60, "tests.gpu.speed:check_crossover"),
 )
-"""Budgets are what a section may take at most; all together end with --budget."""
+"""Budgets are what a section may take at most, most of it for kernels that nobody has compiled
+before; all together end with --budget."""
+PACKAGES = ("gguf", "numpy", "torch", "typer", "rich", "tokenizers", "jinja2")
 NAMES = [section.name for section in SECTIONS]
 
 
@@ -93,8 +102,17 @@ def use_source_tree() -> None:
         gguf_pp.__path__.append(str(ROOT))
 
 
-def why_no_cuda() -> str | None:
+def why_not() -> str | None:
     """Why there is nothing to do, or None."""
+    if lacking := [name for name in PACKAGES if find_spec(name) is None]:
+        return f"packages: pip install {' '.join(lacking)}"
+    if why := why_no_cuda():
+        return f"CUDA: {why}"
+    return None
+
+
+def why_no_cuda() -> str | None:
+    """Why there is no CUDA device, or None."""
     try:
         import torch
     except ImportError as exc:
@@ -114,8 +132,8 @@ def main(words: Sequence[str]) -> int:
         use_source_tree()
         return be_child(*asked.child, options)
     emit = out_of()
-    if why := why_no_cuda():
-        emit(Outcome(missing=[f"CUDA: {why}"], nothing=True).line("all"))
+    if why := why_not():
+        emit(Outcome(missing=[why], nothing=True).line("all"))
         return 2
     model = [] if asked.model is None else ["--model", asked.model]
 

@@ -158,8 +158,9 @@ class Outcome:
         }
 
 
-def run_part(command: Sequence[str], timeout_s: float) -> Outcome:
-    """Run a child; after `timeout_s` it and all that it started are killed."""
+def run_part(command: Sequence[str], timeout_s: float, *, is_cut: bool = False) -> Outcome:
+    """Run a child; after `timeout_s` it and all that it started are killed, which is no fault if
+    `is_cut`: it might have had longer."""
     outcome = Outcome()
     start = time.monotonic()
     child = subprocess.Popen(
@@ -182,7 +183,8 @@ def run_part(command: Sequence[str], timeout_s: float) -> Outcome:
         code = child.wait()
         _children.remove(child)
     if late.is_set():
-        outcome.faults.append(f"stopped after {timeout_s:.0f} s")
+        (outcome.missing if is_cut else outcome.faults).append(f"stopped after {timeout_s:.0f} s")
+        outcome.nothing |= is_cut
     elif not is_done:
         outcome.faults.append(f"ended with code {code}")
     outcome.seconds = time.monotonic() - start
@@ -206,16 +208,19 @@ def _end(child: "subprocess.Popen[str]") -> None:
 
 
 def run_section(
-    section: Section, command: Callable[[Section, str], Sequence[str]], timeout_s: float, jobs: int
+    section: Section, command: Callable[[Section, str], Sequence[str]], left_s: float, jobs: int
 ) -> Outcome:
-    """Run all parts. Figures of a part that has a name are under that name, its faults too."""
+    """Run all parts in what the section may take and is left. Figures of a part that has a name are
+    under that name, its faults too."""
     start = time.monotonic()
+    timeout_s, is_cut = min(left_s, section.budget_s), left_s < section.budget_s
 
     def one(part: str) -> Outcome:
         left_s = timeout_s - (time.monotonic() - start)
         if left_s < LEAST_S:
-            return Outcome(faults=["no time left"])
-        return run_part(command(section, part), left_s)
+            told = ["no time left"]
+            return Outcome(missing=told, nothing=True) if is_cut else Outcome(faults=told)
+        return run_part(command(section, part), left_s, is_cut=is_cut)
 
     whole = Outcome()
     with ThreadPoolExecutor(jobs) as pool:
@@ -256,7 +261,7 @@ def run_all(
         if left_s < LEAST_S:
             outcome = Outcome(missing=["time: the budget is spent"], nothing=True)
         else:
-            outcome = run_section(section, command, min(left_s, section.budget_s), jobs)
+            outcome = run_section(section, command, left_s, jobs)
         results.append(outcome.ok)
         emit(finite(outcome.line(section.name)))
     meaning = {"right": True, "wrong": False, "not there": None}

@@ -45,7 +45,8 @@ def check(
     device: str = "cuda:0",
     shapes: Sequence[Shape] = (RAGGED, EVEN, LOW),
 ) -> None:
-    """One type by its name, or "others", "quantize", "rope", "attention", "choose", "mix"."""
+    """One type by its name; "attention" with a size of heads, "mix" with a type; or "others",
+    "quantize", "rope", "choose", and "attention", the other manners of it."""
     if device != "cpu":
         torch.set_num_threads(1)  # there are as many of these processes as cores
     named = {
@@ -54,10 +55,14 @@ def check(
         "rope": check_rope,
         "attention": check_attention,
         "choose": check_choosing,
-        "mix": check_mixing,
     }
     if part in named:
         return named[part](report, device)
+    topic, _, which = part.partition(" ")
+    if topic == "attention":
+        return check_attention(report, device, int(which))
+    if topic == "mix":
+        return check_mixing(report, device, T[which])
     for shape in shapes:
         if shape is LOW and part not in LOW_PARTS:
             continue
@@ -302,12 +307,15 @@ MANNERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check_attention(
-    report: Report, device: str, head_sizes: Sequence[int] = (64, 80, 96, 128, 256)
-) -> None:
-    """Decode and prefill against the twin on the CPU: head sizes, types, manners, sinks."""
-    cases = [(d, t, {}) for d in head_sizes for t in (torch.float16, torch.float32)]
-    cases += [(64, torch.float16, manner) for manner in MANNERS]
+def check_attention(report: Report, device: str, head_size: int | None = None) -> None:
+    """Decode and prefill against the twin on the CPU: a size of heads with every type of cache, or
+    heads of 64 in every manner, and whether rows depend on each other."""
+    cases: list[tuple[int, torch.dtype, dict[str, Any]]]
+    if head_size is None:
+        cases = [(64, torch.float16, manner) for manner in MANNERS]
+        _check_attention_rows(report, device)
+    else:
+        cases = [(head_size, dtype, {}) for dtype in (torch.float16, torch.float32)]
     largest = {"decode": 0.0, "prefill": 0.0, "prefill exact": 0.0}
     for head_size, dtype, manner in cases:
         for name, rows, settings, limit in _calls(dtype):
@@ -318,7 +326,6 @@ def check_attention(
                 error <= limit, f"{key} of {head_size} {dtype} {manner}: off by {error:.1e}"
             )
     report.tell(cases=len(cases), **largest)
-    _check_attention_rows(report, device)
 
 
 def _calls(dtype: torch.dtype) -> list[tuple[str, list[tuple[int, int]], dict[str, Any], float]]:

@@ -12,7 +12,7 @@ T = GGMLQuantizationType
 
 
 class Size(NamedTuple):
-    """Of a llama. Heads are of 64. Kernels for these sizes are those that `kernels` compiles."""
+    """Of a llama. Heads are of 64."""
 
     n_layers: int = 8
     n_heads: int = 16

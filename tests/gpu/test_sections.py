@@ -19,6 +19,7 @@ from gguf_pp.pipeline.executor import Executor
 from tests.cuda_double import Double
 from tests.gpu import (
     cases,
+    check,
     choosing,
     kernels,
     memory,
@@ -214,7 +215,8 @@ def test_types_without_kernels_are_right_through_torch(monkeypatch):
 def test_attention_is_right_in_the_interpreter(interpreted, monkeypatch):
     monkeypatch.setattr(kernels, "MANNERS", ({"window": 130, "softcap": 30.0},))
     heard = Heard()
-    kernels.check_attention(heard.report, "cpu", (64,))
+    for part in ("attention", "attention 80"):
+        kernels.check(part, heard.report, "cpu")
     assert heard.faults == []
     assert 0 < heard.figures["decode"] < 5e-6
 
@@ -239,9 +241,9 @@ def test_experts_are_mixed_as_in_float64(monkeypatch):
     for name, value in {"N_ROWS": (1, 9), "N_EXPERTS": 4, "WIDTH": 32, "N_FF": 32}.items():
         monkeypatch.setattr(mixing, name, value)
     heard = Heard()
-    mixing.check_mixing(heard.report, "cpu", (T.Q8_0,))
+    kernels.check("mix Q8_0", heard.report, "cpu")
     assert heard.faults == []
-    assert 0 < heard.figures["Q8_0 default"] < mixing.ROUNDED
+    assert 0 < heard.figures["default"] < mixing.ROUNDED
 
 
 def test_canaries_tell_what_is_written_beside_a_result_and_what_is_not_written():
@@ -303,11 +305,23 @@ def on_cpu(monkeypatch):
 
 
 def test_end_to_end_goes_through_on_the_cpu(on_cpu):
+    (section,) = (section for section in check.SECTIONS if section.name == "end_to_end")
+    figures = {}
+    for part in section.parts:
+        heard = Heard()
+        models.check_end_to_end(part, heard.report)
+        assert heard.faults == []
+        figures[part] = heard.figures
+    for way in check.WAYS:
+        assert (figures[way]["ids_equal"], figures[way]["of"]) == (8, 8)
+    assert figures["exact"]["logits_off"] == 0
+    assert figures["cap"]["cap"]["context_capped"] < figures["cap"]["cap"]["context"] == 4096
+
+
+def test_tokens_per_second_are_told_for_each_number_of_stages_and_groups(on_cpu):
     heard = Heard()
-    models.check_end_to_end("", heard.report)
+    models.check_rates("", heard.report)
     assert heard.faults == []
-    assert heard.figures["exact"] == {"ids_equal": 8, "of": 8, "logits_off": 0.0}
-    assert heard.figures["cap"]["context_capped"] < heard.figures["cap"]["context"] == 4096
     assert len(heard.figures["tokens_per_s"]) == 5
     assert all(rate > 0 for rate in heard.figures["tokens_per_s"].values())
 
@@ -321,8 +335,8 @@ def test_other_ids_than_the_cpu_gives_are_a_fault(on_cpu, monkeypatch):
 
     monkeypatch.setattr(models, "answer", answer)
     heard = Heard()
-    models.check_end_to_end("", heard.report)
-    assert heard.faults == ["exact: ids differ from token 5 on"]
+    models.check_end_to_end("exact", heard.report)
+    assert heard.faults == ["ids differ from token 5 on"]
 
 
 def test_steps_of_which_nothing_was_captured_are_a_fault(on_cpu, monkeypatch):
