@@ -151,7 +151,9 @@ def _show_stages(planned: "Plan") -> None:
     print_table(titles, map(row, planned.stages))
     for pool in planned.pools:
         if len(pool.devices) > 1:
-            print(f"{', '.join(pool.devices)} share the RAM: free and margin are of all together")
+            hardware = pool.memory.pool.rpartition(" ")[2]  # behind the worker's address
+            shared = "the RAM" if hardware == "ram" else f"the memory of {hardware}"
+            print(f"{', '.join(pool.devices)} share {shared}: free and margin are of all together")
         if any(sources[name] == "worker" for name in pool.devices):
             free, total = size(pool.memory.free_bytes), size(pool.memory.total_bytes)
             print(f"{', '.join(pool.devices)}: the worker says it has {free} free of {total}")

@@ -74,6 +74,13 @@ def test_what_the_figures_mean_is_said(capsys, chat_model):
     assert "cpu:0, cpu:1 share the RAM: free and margin are of all together" in lines
 
 
+def test_virtual_devices_share_the_memory_of_theirs(capsys, chat_model):
+    flags = ("--device", "cuda:0,cuda:0", "--memory", "cuda:0=1GiB", "-c", "512")
+    code, out, _ = plan(capsys, chat_model, *flags)
+    told = "cuda:0, cuda:0#2 share the memory of cuda:0: free and margin are of all together"
+    assert code == 0 and told in out.splitlines()
+
+
 def test_waiting_and_the_schedule_are_shown_for_this_number_of_stages(capsys, chat_model):
     flags = ("--memory", "cuda:0=1g,cuda:1=1g,cuda:2=1g", "-c", "64", "--n-copies", "3")
     _, out, _ = plan(capsys, chat_model, *flags)

@@ -181,13 +181,29 @@ def test_memory_by_device_keeps_a_margin_of_its_own(chat_model):
     assert [pool.memory.pool for pool in plan.pools] == ["cpu:0", "ram"]
 
 
+def test_virtual_devices_on_one_share_its_memory(chat_model):
+    flags = {"device": "cuda:0,cuda:0,cuda:1", "memory": "cuda:0=1g,cuda:1=1g", "ctx_size": 64}
+    plan = planned(chat_model, **flags)
+    assert [stage.device.name for stage in plan.stages] == ["cuda:0", "cuda:0#2", "cuda:1"]
+    assert [(p.memory.pool, p.memory.total_bytes) for p in plan.pools] == [
+        ("cuda:0", 1 << 30),
+        ("cuda:1", 1 << 30),
+    ]
+    one = planned(chat_model, **flags | {"device": "cuda:0,cuda:1", "layers": "3,1"})
+    halves = planned(chat_model, **flags | {"layers": "2,1,1"})
+    needed = halves.pools[0].margin_bytes, one.pools[0].margin_bytes
+    assert 0 < needed[1] - needed[0] < 64 << 20  # scratch and buffers of one more stage
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ({"device": "cuda:0"}, "its memory is not known"),
         ({"device": "gpu"}, "no device 'gpu'"),
         ({"device": ""}, "no device ''"),
-        ({"device": "cuda:0,cuda:0", "memory": "cuda:0=1g"}, "named twice"),
+        ({"device": "cpu:0,cpu:0"}, "named twice"),
+        ({"device": "tcp://a:1,tcp://a:1", "memory": "tcp://a:1=1g"}, "named twice"),
+        ({"device": "cuda:0#2", "memory": "cuda:0=1g"}, "no device 'cuda:0#2'"),
         ({"device": "cpu,cpu:0"}, "cpu is all cores"),
         ({"device": "cpu:0", "memory": "cpu:1=1g"}, "'cpu:1', which is not among the devices"),
         ({"memory": "cuda:0=1g,cuda:0=2g"}, "twice"),

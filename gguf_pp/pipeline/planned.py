@@ -47,14 +47,15 @@ def resolve(asked: Options) -> tuple[RuntimeConfig, tuple[PlannedDevice, ...]]:
     """
     ram_bytes, given = parse_memory(asked.memory)
     names = _names(asked, given)
-    if unknown := [name for name in given if name not in names]:
+    if unknown := [name for name in given if name not in map(_hardware, names)]:
         raise ConfigError(
             f"--memory is given for {unknown[0]!r}, which is not among the devices",
             hint=f"the devices: {', '.join(names)}",
         )
     # All other checks are those of the run; CPU devices of it may have a memory each.
     known = [f"cpu:{i}" if _is_cpu(name) else name for i, name in enumerate(names)]
-    settled = config.resolve(replace(asked, device=",".join(known), rpc=None, memory=None))
+    device = ",".join(map(_hardware, known))
+    settled = config.resolve(replace(asked, device=device, rpc=None, memory=None))
     settled = replace(settled, memory_bytes=ram_bytes)
     opened = [names[known.index(device.name)] for device in settled.devices]
     found = _devices(opened, settled, given)
@@ -88,13 +89,19 @@ def _is_cpu(name: str) -> bool:
     return name.partition(":")[0] == "cpu"
 
 
+def _hardware(name: str) -> str:
+    """The CUDA device that a virtual one, cuda:0#2, is on; any other name as it is."""
+    return name if is_remote(name) else name.partition("#")[0]
+
+
 def _plain(name: str) -> str:
     """A worker's name as it is written everywhere else."""
     return str(parse_endpoint(name)) if is_remote(name) else name
 
 
 def _names(asked: Options, given: Iterable[str]) -> list[str]:
-    """Names in order. Without --device they are those that have a memory, then those of --rpc."""
+    """Names in order, virtual devices as `config.parse_devices` numbers them. Without --device they
+    are those that have a memory, then those of --rpc."""
     if asked.device is None:
         lent = (
             [] if asked.rpc is None else [f"tcp://{peer.strip()}" for peer in asked.rpc.split(",")]
@@ -110,9 +117,10 @@ def _names(asked: Options, given: Iterable[str]) -> list[str]:
                 f"no device {name!r}",
                 hint="a plan knows cpu, cpu:0,cpu:1,..., cuda:0 and tcp://host:port",
             )
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    if repeated := sorted({n for n in names if is_remote(n) and names.count(n) > 1}):
         raise ConfigError(f"device {repeated[0]!r} is named twice")
-    return names
+    n_before = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name}#{n + 1}" if n else name for name, n in zip(names, n_before, strict=True)]
 
 
 def _ram(settled: RuntimeConfig) -> Memory:
@@ -145,13 +153,13 @@ def cuda_here(settled: RuntimeConfig) -> list[PlannedDevice]:
 
 def _cuda(name: str, settled: RuntimeConfig) -> PlannedDevice:
     """One that is here. Raises ConfigError."""
-    devices = config.parse_devices(name)
+    devices = config.parse_devices(_hardware(name))
     try:
-        return cuda_here(replace(settled, devices=devices))[0]
+        return replace(cuda_here(replace(settled, devices=devices))[0], name=name)
     except ConfigError as exc:
         raise ConfigError(
             f"device {name!r} is not one that runs here, and its memory is not known",
-            hint=f"to plan for it, say what it has: --memory {name}=24GiB",
+            hint=f"to plan for it, say what it has: --memory {_hardware(name)}=24GiB",
         ) from exc
 
 
@@ -163,8 +171,8 @@ def _devices(
     shares = iter(share_cores(max(1, sum(map(_is_cpu, names)))))
     found = []
     for name, asked in zip(names, settled.devices, strict=True):
-        if name in given:
-            room = Memory(name, given[name], given[name])
+        if (pool := _hardware(name)) in given:
+            room = Memory(pool, given[pool], given[pool])
             found.append([PlannedDevice(name, 1.0, room, "here" if _is_cpu(name) else "flag")])
         elif is_remote(name):
             found.append(_lent(name, settled))
