@@ -11,6 +11,7 @@ import gguf_pp.triton
 from gguf_pp.ops.torch_ops import rms_norm
 from gguf_pp.triton import multiply_torch, quantize_torch, why_unusable
 from gguf_pp.triton.linear import MatrixOps
+from tests.live import peak_bytes
 from tests.quantized import BLOCKS, PLAIN, T, name_of, random_raw, random_x, weights, width, worst
 from tests.test_quants_reference import KNOWN
 
@@ -55,6 +56,25 @@ def test_pieces_of_a_matrix_begin_where_loads_are_wide():
     first_rows = [first for first, _, _ in ops._chunks(part, torch.float32)]
     assert first_rows == [0, 32, 64, 96]
     assert worst(ops.linear(x, w), x, weights(raw)) < 2e-6
+
+
+@pytest.mark.parametrize("type", [T.Q4_K, T.Q8_0, T.MXFP4, T.IQ2_XS, T.BF16], ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dequantizing_takes_little_beside_its_result(type, dtype):
+    raw = random_raw(type, 1024, 4096)
+    ((_, w),) = torch_ops().matrix([raw]).parts()
+    out = torch.empty(w.n_rows, w.n_cols, dtype=dtype)
+    assert peak_bytes(multiply_torch.dequantize, w, out, gain=w.gain) < 12 << 20
+
+
+def test_rows_that_are_asked_for_are_dequantized_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(multiply_torch, "PIECE_WEIGHTS", 2 * 512)
+    ((_, w),) = torch_ops().matrix([random_raw(T.Q6_K, 7, 512)]).parts()
+    ids = torch.tensor([6, 0, 3, 3, 5])
+    half, whole = (torch.empty(5, 512, dtype=d) for d in (torch.float16, torch.float32))
+    multiply_torch.dequantize(w, half, ids=ids, gain=w.gain)
+    multiply_torch.dequantize(w, whole, ids=ids, gain=w.gain)
+    assert torch.equal(half, whole.half())
 
 
 def test_bias_and_addend_are_added_to_every_part():

@@ -5,6 +5,7 @@ that all of it can be captured in a CUDA graph.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from gguf_pp.ops.base import Attention
 
-SCRATCH_BYTES = 128 << 20
-"""What one step may take for float32 keys and values, or for scores."""
+SCRATCH_BYTES = 32 << 20
+"""What one step may take for float32 keys and values, or for scores, of as few as one kv head. All
+that lives at once is three times as much, which a device's margin has."""
 
 
 def seen_cells(positions: Tensor, n_cells: int, window: int) -> Tensor:
@@ -30,17 +32,27 @@ def decode_attention(
 ) -> None:  # fmt: skip
     """Attend from rows of any slots at any positions below `n_cells`; fills `out`."""
     n_group = spec.n_heads // spec.n_kv_heads
-    row_bytes = 2 * spec.n_kv_heads * n_cells * spec.head_size * q.itemsize
-    n_step = max(1, SCRATCH_BYTES // row_bytes)
     sink = None if sinks is None else sinks.view(-1, n_group)  # [K, G]
-    for first in range(0, len(q), n_step):
-        rows = slice(first, first + n_step)
-        seen = seen_cells(positions[rows], n_cells, spec.window)[:, None]  # [T, 1, S]
-        keys, values = (t[:, :, :n_cells].index_select(0, slots[rows]).float() for t in (k, v))
-        values = values.masked_fill_(~seen[..., None], 0)
-        queries = q[rows].view(-1, spec.n_kv_heads, n_group, spec.head_size)
-        y = _attend(queries, keys, values, seen[:, None], spec, sink)
-        out[rows] = y.flatten(1)
+    queries, outs = (t.view(len(q), -1, n_group, spec.head_size) for t in (q, out))  # [T, K, G, D]
+    head_bytes = 2 * n_cells * spec.head_size * q.itemsize
+    for heads in _slices(spec.n_kv_heads, head_bytes):
+        n_heads = heads.stop - heads.start
+        for rows in _slices(len(q), n_heads * head_bytes):
+            seen = seen_cells(positions[rows], n_cells, spec.window)[:, None]  # [T, 1, S]
+            keys, values = (
+                t[:, heads, :n_cells].index_select(0, slots[rows]).float() for t in (k, v)
+            )
+            values.masked_fill_(~seen[..., None], 0)
+            theirs = None if sink is None else sink[heads]
+            outs[rows, heads] = _attend(
+                queries[rows, heads], keys, values, seen[:, None], spec, theirs
+            )
+
+
+def _slices(n: int, n_bytes_each: int) -> Iterator[slice]:
+    """Parts of range(n) that take no more than SCRATCH_BYTES each, if one does."""
+    n_step = max(1, SCRATCH_BYTES // n_bytes_each)
+    return (slice(first, min(first + n_step, n)) for first in range(0, n, n_step))
 
 
 def prefill_attention(
@@ -56,26 +68,32 @@ def prefill_attention(
     """
     if seen is None:
         seen = seen_cells(positions, n_cells, spec.window)
-    keys, values = (t[:, :, :n_cells].index_select(0, slots[:1])[0] for t in (k, v))  # [K, S, D]
-    for slab in (keys, values):
-        slab.masked_fill_(~seen.any(0)[:, None], 0)
+    is_blank = ~seen.any(0)[:, None]  # [S, 1]
     is_plain = not (exact or spec.softcap) and sinks is None and k.dtype == v.dtype != q.dtype
-    if not is_plain:
-        keys, values = keys.float(), values.float()
     n_group = spec.n_heads // spec.n_kv_heads
-    n_step = max(1, SCRATCH_BYTES // (spec.n_heads * n_cells * q.itemsize))
-    for first in range(0, len(q), n_step):
-        rows = slice(first, first + n_step)
-        # To a kv head, the heads of its group are so many rows more: [K, G, L, D].
-        queries = q[rows].view(-1, spec.n_kv_heads, n_group, spec.head_size).permute(1, 2, 0, 3)
-        n_rows = queries.shape[2]
-        folded, mask = queries.flatten(1, 2), seen[rows].repeat(n_group, 1)  # [K, G L, D], [G L, S]
-        if is_plain:
-            y = _fused(folded, keys, values, mask, spec.scale)
-        else:
-            sink = None if sinks is None else sinks.view(-1, n_group).repeat_interleave(n_rows, 1)
-            y = _attend(folded, keys, values, mask, spec, sink)
-        out[rows] = y.view(queries.shape).permute(2, 0, 1, 3).flatten(1)
+    queries, outs = (t.view(len(q), -1, n_group, spec.head_size) for t in (q, out))  # [L, K, G, D]
+    for heads in _slices(spec.n_kv_heads, 2 * n_cells * spec.head_size * q.itemsize):
+        n_heads = heads.stop - heads.start
+        keys, values = (t[:, heads, :n_cells].index_select(0, slots[:1])[0] for t in (k, v))
+        for slab in (keys, values):  # [K, S, D]
+            slab.masked_fill_(is_blank, 0)
+        if not is_plain:
+            keys, values = keys.float(), values.float()
+        for rows in _slices(len(q), 2 * n_heads * n_group * n_cells * q.itemsize):
+            # To a kv head, the heads of its group are so many rows more: [K, G, L, D].
+            some = queries[rows, heads].permute(1, 2, 0, 3)
+            folded, mask = (
+                some.flatten(1, 2),
+                seen[rows].repeat(n_group, 1),
+            )  # [K, G L, D], [G L, S]
+            if is_plain:
+                y = _fused(folded, keys, values, mask, spec.scale)
+            else:
+                sink = None
+                if sinks is not None:
+                    sink = sinks.view(-1, n_group)[heads].repeat_interleave(some.shape[2], 1)
+                y = _attend(folded, keys, values, mask, spec, sink)
+            outs[rows, heads] = y.view(some.shape).permute(2, 0, 1, 3)
 
 
 def _attend(

@@ -15,6 +15,9 @@ from torch import Tensor
 from gguf_pp.triton.planes import Planes
 from gguf_pp.triton.quantize_torch import HalfRows, Int8Rows, transposed
 
+PIECE_WEIGHTS = 1 << 20
+"""As many are float32 at a time on their way to 16 bits."""
+
 
 class Pairs(NamedTuple):
     """Pair i is of row i // `n_share` of x and of the expert `experts` [i], int32 [P]."""
@@ -100,8 +103,13 @@ def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float
     if out.dtype == torch.float32:
         w.dequantize(out, ids)
         return out if gain == 1.0 else out.mul_(gain)
-    values = torch.empty(out.shape, device=out.device)
-    return out.copy_(w.dequantize(values, ids).mul_(gain))
+    n_rows = max(1, PIECE_WEIGHTS // w.n_cols)
+    values = torch.empty(min(n_rows, len(out)), w.n_cols, device=out.device)
+    for first in range(0, len(out), n_rows):
+        stop = min(first + n_rows, len(out))
+        piece, theirs = (w.rows(first, stop), None) if ids is None else (w, ids[first:stop])
+        out[first:stop] = piece.dequantize(values[: stop - first], theirs).mul_(gain)
+    return out
 
 
 def _weights(w: Planes) -> Tensor:
