@@ -50,9 +50,9 @@ class Graph:
             raise RuntimeError("already recording to mempool_id")
         self.pool = pool
         assert capture_error_mode == "thread_local", "other threads use CUDA as well"
-        stream = self.now.current_stream()
-        assert not stream.is_default, "captured on the default stream"
-        self.device = stream.device_index
+        self.stream = self.now.current_stream()
+        assert not self.stream.is_default, "captured on the default stream"
+        self.now.captured_on.append(self.stream)
         fails = self.now.failing > 0
         self.capture = Capture(self.now.fails_at if fails else None)
         if fails:
@@ -65,7 +65,7 @@ class Graph:
         self.capture.__exit__(None, None, None)
 
     def replay(self):
-        assert self.now.current_stream().device_index == self.device
+        assert self.now.current_stream() is self.stream
         self.n_replays += 1
         self.now.log.append("replay")
         for func, args, kwargs, out in self.capture.done:

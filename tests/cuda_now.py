@@ -64,7 +64,7 @@ class Now:
         self.n_devices, self.total_bytes = n_devices, total_bytes
         self.fails_at, self.failing, self.spoiled, self.broken = None, 0, set(), {}
         pools = itertools.count(1)
-        self.log = []
+        self.log, self.captured_on = [], []
         self.version = SimpleNamespace(cuda="13.0")
         self.local = threading.local()
         self.cuda = SimpleNamespace(

@@ -22,7 +22,29 @@ def small_self_tests(monkeypatch):
     monkeypatch.setattr(cuda_edges, "TEST_BYTES", (256,))
 
 
-def protocol(n_stages, n_copies, n_ubatches, *, same_device=False):
+def directly(s):
+    """From stage s - 1 to s, as torch copies between two devices."""
+    yield f"barrier X{s - 1} D{s}"
+    yield f"copy X{s - 1}"
+    yield f"barrier D{s} X{s - 1}"
+
+
+def by_the_host(s):
+    """The same through pinned memory: D waits for what left, X for what arrived."""
+    yield f"copy X{s - 1}"
+    yield f"record X{s - 1} landed"
+    yield f"wait D{s} landed"
+    yield f"copy D{s}"
+    yield f"record D{s} landed"
+    yield f"wait X{s - 1} landed"
+
+
+def within(s):
+    """The same on one device."""
+    yield f"copy X{s - 1}"
+
+
+def protocol(n_stages, n_copies, n_ubatches, way):
     """The same from scheduler.md, written down anew."""
     for u in range(n_ubatches):
         c, again = u % n_copies, u >= n_copies
@@ -30,9 +52,7 @@ def protocol(n_stages, n_copies, n_ubatches, *, same_device=False):
             if s > 0:
                 yield f"wait X{s - 1} done[{s - 1}][{c}]"
                 yield from [f"wait X{s - 1} free[{s}][{c}]"] * again
-                yield from [f"barrier X{s - 1} D{s}"] * (not same_device)
-                yield f"copy X{s - 1}"
-                yield from [f"barrier D{s} X{s - 1}"] * (not same_device)
+                yield from way(s)
                 yield f"record X{s - 1} filled[{s}][{c}]"
                 yield f"wait S{s} filled[{s}][{c}]"
             if s + 1 < n_stages and again:
@@ -53,10 +73,13 @@ each_n_copies = pytest.mark.parametrize("n_copies", [1, 2, 3, 4])
 
 @each_n_stages
 @each_n_copies
-def test_exactly_the_waits_records_and_copies_of_the_protocol_are_issued(n_stages, n_copies):
-    run = Run([str(i) for i in range(n_stages)], n_copies)
+@pytest.mark.parametrize(("edge_copy", "way"), [("auto", directly), ("host", by_the_host)])
+def test_exactly_the_waits_records_and_copies_of_the_protocol_are_issued(
+    n_stages, n_copies, edge_copy, way
+):
+    run = Run([str(i) for i in range(n_stages)], n_copies, edge_copy=edge_copy)
     script = [line for line in run.script() if not line.startswith("synchronize")]
-    assert script == list(protocol(n_stages, n_copies, 7))
+    assert script == list(protocol(n_stages, n_copies, 7, way))
     assert run.is_right()
 
 
@@ -65,7 +88,7 @@ def test_exactly_the_waits_records_and_copies_of_the_protocol_are_issued(n_stage
 def test_virtual_devices_on_one_index_have_streams_of_their_own(n_stages, n_copies):
     run = Run(["0"] * n_stages, n_copies)
     script = [line for line in run.script() if not line.startswith("synchronize")]
-    assert script == list(protocol(n_stages, n_copies, 7, same_device=True))
+    assert script == list(protocol(n_stages, n_copies, 7, within))
     assert run.is_right()
     assert run.double.contexts == {0}
 

@@ -177,6 +177,18 @@ def test_graphs_are_dropped_before_others_get_the_streams_they_were_captured_on(
     assert len(left) >= 6 and set(left) == {0}
 
 
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:1"]])
+def test_each_stage_captures_on_its_own_compute_stream(chat_model, now, devices):
+    with gguf_pp.load(chat_model, devices, parallel=3, **OPTIONS) as llm:
+        llm.generate_batch(PROMPTS, **GREEDY)
+        stages = llm._pipeline.stages
+        own = [stage.compute.raw for stage in stages]
+        n_captured = [stage._steps.n_captured for stage in stages]
+        assert [now.captured_on.count(raw) for raw in own] == n_captured
+    assert all(n_captured) and len(set(map(id, own))) == 2
+    assert [raw.device_index for raw in own] == [int(name[-1]) for name in devices]
+
+
 def test_graphs_can_be_left_out(chat_model, now):
     options = {"cuda_graphs": False}
     assert texts(chat_model, ["cuda:0"], GREEDY, **options) == texts(chat_model, ["cpu"], GREEDY)
