@@ -50,8 +50,7 @@ def cases(types: list[str], kernels: list[str], rows: list[int]) -> Iterator[Cas
                 if kernel == "gemv_plain" and type not in DECODERS:
                     yield from _in_forms(_plain(type, rows))
             elif kernel == "dequantize":
-                launch = multiply.dequantize_launch(type)
-                yield _case(type, kernel, launch, "", out="*fp16")
+                yield from _dequantize(type)
             elif kernel == "gemm":
                 yield from _in_forms(_gemm(type, rows))
             else:
@@ -67,9 +66,20 @@ def _in_forms(cases: Iterator[Case]) -> Iterator[Case]:
         yield case._replace(name=f"{case.name} bare", launch=launch)
 
 
+def _dequantize(type: GGMLQuantizationType) -> Iterator[Case]:
+    """All rows or some, in halves or in float32."""
+    launch = multiply.dequantize_launch(type)
+    of_all = replace(launch, constants=launch.constants | {"ids": None})
+    for out in ("*fp16", "*fp32"):
+        for suffix, each in ((" of ids", launch), ("", of_all)):
+            case = _case(type, "dequantize", each, f"{suffix} to {out[1:]}", out=out)
+            yield case._replace(least_wide_loads=1)
+
+
 def _gemm(type: GGMLQuantizationType, rows: list[int]) -> Iterator[Case]:
     for m in sorted({m for m in rows if m > multiply.MAX_GEMV_ROWS}):
-        yield _case(type, "gemm", multiply.gemm_launch(type, m), f" M={m}", x="*fp16")
+        case = _case(type, "gemm", multiply.gemm_launch(type, m), f" M={m}", x="*fp16")
+        yield case._replace(least_wide_loads=4)
 
 
 def _gemv(type: GGMLQuantizationType, kernel: str, rows: list[int]) -> Iterator[Case]:
@@ -135,7 +145,8 @@ def _quantized(made: str, before: Before, n_cols: int) -> Iterator[Case]:
         types = COMMON | ({"out": "*fp16"} if name == "quantize_half" else {})
         turned = " transposed" if order.get("TRANSPOSED") else ""
         title = f"{name} {made}{turned} B={launch.constants['BLOCK']}"
-        yield Case(title, getattr(quantize_kernels, name), types, launch)
+        kernel = getattr(quantize_kernels, name)
+        yield Case(title, kernel, types, launch, least_wide_loads=2)
 
 
 def main() -> int:

@@ -57,7 +57,8 @@ def _products(type: GGMLQuantizationType) -> Iterator[Case]:
         size, most = mixture_torch.TILE_SIZES
         while size <= most:
             launch = multiply.gemm_launch(type, size)
-            yield _case("gemm", type, launch, f"M={size} {title}", constants, x="*fp16")
+            case = _case("gemm", type, launch, f"M={size} {title}", constants, x="*fp16")
+            yield case._replace(least_wide_loads=4)
             size *= 2
 
 
