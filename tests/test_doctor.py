@@ -12,11 +12,9 @@ from gguf_pp.cli import doctor as cli
 from gguf_pp.doctor import Kernels, examine
 from gguf_pp.native import describe, kernels
 from gguf_pp.ops import make_ops
-from gguf_pp.ops.check import KernelCheck, check_kernels, random_matrix, weight_types
-from gguf_pp.quants.reference import dequantize
+from gguf_pp.ops.check import KernelCheck, check_kernels, weight_types
 from tests.cuda_double import Double
 
-TYPES = [t.name for t in weight_types()]
 SOUND = (KernelCheck("Q4_0", 1e-7, ""),)
 
 
@@ -49,88 +47,6 @@ def double(**kwargs):
 
 def named(checks):
     return {check.name: check for check in checks}
-
-
-# Kernels.
-
-
-def test_the_kernels_of_the_cpu_are_right_for_every_type_of_weights():
-    checks = check_kernels(lambda exact: make_ops("auto", 1, exact=exact), n_rows=9)
-    assert [check.type for check in checks] == TYPES
-    assert {"Q4_K", "IQ4_XS", "MXFP4", "BF16", "F32"} <= set(TYPES)
-    assert not {"I8", "F64"} & set(TYPES)
-    assert [check for check in checks if check.fault] == []
-    assert all(0 < check.error < 0.01 for check in checks)
-
-
-def ops_that(spoil):
-    """Torch's operations with results spoilt by a function."""
-
-    def make(exact):
-        ops = make_ops("torch", 1, exact=exact)
-        linear, embed = ops.linear, ops.embed
-        ops.linear = lambda x, w: spoil("linear", linear(x, w))
-        ops.embed = lambda table, tokens: spoil("embed", embed(table, tokens))
-        return ops
-
-    return make
-
-
-@pytest.mark.parametrize("where", ["linear", "embed"])
-@pytest.mark.parametrize(
-    ("spoil", "fault", "has_error"),
-    [
-        (lambda y: y * (1 + 1e-4), "off by ", True),
-        (lambda y: y.index_fill(1, torch.tensor([3]), float("nan")), "off by nan", False),
-        (lambda y: y.roll(1, 1), "off by ", True),
-    ],
-)
-def test_wrong_results_are_faults(where, spoil, fault, has_error, monkeypatch):
-    monkeypatch.setattr("gguf_pp.ops.check.weight_types", lambda: weight_types()[-5:-3])
-    make = ops_that(lambda which, y: spoil(y) if which == where else y)
-    checks = check_kernels(make, n_rows=4)
-    assert len(checks) == 2
-    for check in checks:
-        assert check.fault.startswith(fault)
-        assert (check.error is not None) is has_error
-
-
-def test_kernels_that_raise_are_a_fault_and_the_others_are_still_tried(monkeypatch):
-    monkeypatch.setattr("gguf_pp.ops.check.weight_types", lambda: weight_types()[-5:-3])
-    calls = []
-
-    def spoil(which, y):
-        calls.append(which)
-        if len(calls) == 1:
-            raise RuntimeError("CUDA error: no kernel image\nmore")
-        return y
-
-    one, two = check_kernels(ops_that(spoil), n_rows=4)
-    assert (one.error, one.fault) == (None, "CUDA error: no kernel image")
-    assert two.fault == ""
-
-
-def test_each_type_is_told_before_its_kernels_are_compiled(monkeypatch):
-    monkeypatch.setattr("gguf_pp.ops.check.weight_types", lambda: weight_types()[-5:-3])
-    told, real = [], check_kernels
-
-    def on_the_cpu(make, device, tell):
-        return real(lambda exact: make_ops("torch", 1, exact=exact), n_rows=4, tell=tell)
-
-    monkeypatch.setattr("gguf_pp.ops.check.check_kernels", on_the_cpu)
-    monkeypatch.setattr("gguf_pp.triton.why_unusable", lambda device: "asked for")
-    found = cli._cuda_kernels(3, told.append)
-    assert [f"cuda:3: kernels of {check.type}" for check in found.checks] == told
-    assert len(told) == 2
-
-
-@pytest.mark.parametrize("type", weight_types(), ids=lambda t: t.name)
-def test_random_matrices_have_weights_of_ordinary_size(type):
-    raw, weights = random_matrix(type, 4, 512)
-    again = dequantize(torch.from_numpy(raw.data), type, torch.empty(4, 512))
-    assert torch.equal(again, weights)
-    assert 0 < weights.abs().max() < 1000
-    assert len(weights.unique()) > 8
 
 
 # The CPU.
@@ -364,6 +280,20 @@ def test_kernels_of_a_device_are_tried_with_the_device_current(quick_cpu):
 
 
 # The command.
+
+
+def test_each_type_is_told_before_its_kernels_are_compiled(monkeypatch):
+    monkeypatch.setattr("gguf_pp.ops.check.weight_types", lambda: weight_types()[-5:-3])
+    told, real = [], check_kernels
+
+    def on_the_cpu(make, device, tell):
+        return real(lambda exact: make_ops("torch", 1, exact=exact), n_rows=4, tell=tell)
+
+    monkeypatch.setattr("gguf_pp.ops.check.check_kernels", on_the_cpu)
+    monkeypatch.setattr("gguf_pp.triton.why_unusable", lambda device: "asked for")
+    found = cli._cuda_kernels(3, told.append)
+    assert [f"cuda:3: kernels of {check.type}" for check in found.checks] == told
+    assert len(told) == 2
 
 
 def run(capsys, monkeypatch, report, *flags):

@@ -8,6 +8,7 @@ import pytest
 
 import gguf_pp
 from gguf_pp.backend import cuda
+from gguf_pp.backend.cuda_relay import PinnedBuffer
 from gguf_pp.cli.main import main
 from gguf_pp.cli.worker import WorkerFlags, _settings
 from gguf_pp.config import parse_devices
@@ -69,6 +70,17 @@ def test_the_same_tokens_and_logits_come_from_devices_of_a_worker(
             assert all(seconds > 0 for recent in recents for _, _, seconds in recent)
     assert tokens == wanted[0]
     np.testing.assert_allclose(logits, wanted[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("first", "is_pinned"), [("cuda:0", True), ("cpu", False)])
+def test_devices_here_copy_to_pinned_memory_what_a_worker_gets(first, is_pinned, chat_model, now):
+    with (
+        lending("cpu") as (worker,),
+        gguf_pp.load(chat_model, [first, name_of(worker)], n_copies=2, **OPTIONS) as llm,
+    ):
+        (remote,) = llm._pipeline.remote_stages
+        buffers = [copy.inp for copy in remote.ring.copies]
+        assert [isinstance(buffer, PinnedBuffer) for buffer in buffers] == [is_pinned] * 2
 
 
 @pytest.mark.parametrize("place", ["behind the client", "the whole model", "a CPU first"])

@@ -48,8 +48,8 @@ class Relay(CpuBackend):
     """The host, as a place where rows come in for CUDA devices and go out from them. `api` is the
     torch module, or a double of it."""
 
-    def __init__(self, budget: Budget, api: Any) -> None:
-        super().__init__("ram", share_cores(1)[0], 1, budget)
+    def __init__(self, budget: Budget, api: Any, name: str = "ram") -> None:
+        super().__init__(name, share_cores(1)[0], 1, budget)
         self.broke: Broke = ignore
         self._api = api
 

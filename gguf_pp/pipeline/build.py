@@ -9,7 +9,6 @@ from itertools import pairwise
 from gguf_pp import arch
 from gguf_pp.backend.base import Backend, OutOfMemory, is_out_of_memory
 from gguf_pp.backend.cpu import CpuBackend
-from gguf_pp.backend.host import share_cores
 from gguf_pp.backend.trace import Trace
 from gguf_pp.config import RuntimeConfig
 from gguf_pp.errors import PlacementError, RemoteError
@@ -19,7 +18,7 @@ from gguf_pp.ops.base import Ops
 from gguf_pp.pipeline.devices import open_all
 from gguf_pp.pipeline.executor import Executor
 from gguf_pp.pipeline.feedback import Feedback
-from gguf_pp.pipeline.kinds import make_clock, make_ops_on
+from gguf_pp.pipeline.kinds import make_clock, make_ops_on, make_relay
 from gguf_pp.pipeline.load import DeviceLoader, Reading
 from gguf_pp.pipeline.memory import MIN_CTX_SIZE, Rung, climb_down, rungs
 from gguf_pp.pipeline.offload import offloaded
@@ -131,7 +130,7 @@ class Pipeline:
         self, i_stage: int, places: Sequence[tuple[RemoteDevice, Part]]
     ) -> RemoteStage:
         peer = places[0][0].peer
-        here = CpuBackend(f"tcp://{peer.endpoint.peer}", share_cores(1)[0], 1, self._devices.budget)
+        here = make_relay(f"tcp://{peer.endpoint.peer}", self._devices.budget, self._devices.here)
         self._devices.relays.append(here)
         return RemoteStage(i_stage, peer, places, self.model, self.config, here)
 

@@ -31,10 +31,14 @@ class Devices:
         """Stop local devices and end the sessions with workers."""
         for peer in self.peers:
             peer.close()
-        backends = [device for device in self.all if not isinstance(device, RemoteDevice)]
-        for backend in (*backends, *self.relays):
+        for backend in (*self.here, *self.relays):
             backend.close()
         self.relays.clear()
+
+    @property
+    def here(self) -> list[Backend]:
+        """Those of this machine."""
+        return [device for device in self.all if not isinstance(device, RemoteDevice)]
 
 
 def open_all(config: RuntimeConfig) -> Devices:

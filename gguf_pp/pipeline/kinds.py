@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gguf_pp.backend.base import Backend, is_out_of_memory
+from gguf_pp.backend.cpu import Budget, CpuBackend
+from gguf_pp.backend.host import share_cores
 from gguf_pp.backend.trace import DeviceClock
 from gguf_pp.batch import Choice, UBatch
 from gguf_pp.config import Kernels
@@ -76,6 +78,17 @@ def make_clock(backend: Backend) -> DeviceClock | None:
     from gguf_pp.backend.cuda_clock import CudaClock
 
     return CudaClock(cuda.api.cuda, cuda.raw_stream())
+
+
+def make_relay(name: str, budget: Budget, devices: Sequence[Backend]) -> CpuBackend:
+    """This machine as a place between a worker and `devices`; in pinned memory, which they copy to
+    and from themselves, if CUDA's are among them."""
+    for device in devices:
+        if (cuda := _as_cuda(device)) is not None:
+            from gguf_pp.backend.cuda_relay import Relay
+
+            return Relay(budget, cuda.api, name)
+    return CpuBackend(name, share_cores(1)[0], 1, budget)
 
 
 def make_outlet(backend: Backend, n_slots: int, n_vocab: int) -> CudaOutlet | None:
