@@ -108,7 +108,8 @@ def _cpu_rows(cpu: "CpuReport") -> "Iterable[Row]":
 def _cuda_rows(gpu: "CudaReport") -> "Iterable[Row]":
     major, minor = gpu.capability
     memory = f"{size(gpu.free_bytes)} of {size(gpu.total_bytes)} free"
-    yield gpu.name, "device", "ok", f"{gpu.model}, capability {major}.{minor}, {memory}"
+    if gpu.total_bytes:
+        yield gpu.name, "device", "ok", f"{gpu.model}, capability {major}.{minor}, {memory}"
     rates = (gpu.bytes_per_s, gpu.up_bytes_per_s, gpu.down_bytes_per_s)
     details = "copies move {} within the device, {} to it, {} from it"
     yield gpu.name, "bandwidth", "-", details.format(*map(_rate, rates))

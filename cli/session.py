@@ -55,10 +55,11 @@ def open_session(flags: EngineFlags, options: Options) -> Iterator[Session]:
 
 
 def _cuda_devices() -> str:
-    """All there are."""
+    """All that there are and torch can use."""
     import torch
 
-    return ",".join(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ",".join(f"cuda:{i}" for i in range(n_devices))
 
 
 @contextmanager

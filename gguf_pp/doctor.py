@@ -15,7 +15,7 @@ from gguf_pp.backend import cpu_trials, cuda_trials
 from gguf_pp.backend.cpu import Budget, CpuBackend
 from gguf_pp.backend.cuda_edges import Current, Mode, find_damage
 from gguf_pp.backend.host import share_cores, system_memory
-from gguf_pp.errors import ConfigError, GgufPpError
+from gguf_pp.errors import ConfigError
 from gguf_pp.native import describe, kernels
 from gguf_pp.ops import make_ops
 from gguf_pp.ops.check import KernelCheck, check_kernels
@@ -177,7 +177,7 @@ def _try(name: str, work: Callable[[], tuple[bool | None, str]], *, needed: bool
     """What came of `work`, or how it failed."""
     try:
         return Check(name, *work(), needed=needed)
-    except (RuntimeError, OSError, GgufPpError) as exc:
+    except Exception as exc:  # noqa: BLE001 - of whatever kind, it goes into the report
         lines = str(exc).splitlines()
         return Check(name, False, lines[0] if lines else type(exc).__name__, needed=needed)
 
@@ -344,8 +344,10 @@ def _choices(
         why = "no CUDA device is visible" if built else f"torch {api.__version__} is without CUDA"
         yield Choice("devices", "cpu", why)
         return
-    names = ",".join(gpu.name for gpu in cuda)
-    yield Choice("devices", "cpu", f"CUDA devices are used where they are named: --device {names}")
+    broken = [fault.partition(": ")[0] for fault in _broken(cpu, cuda, pairs)]
+    names = ",".join(gpu.name for gpu in cuda if gpu.name not in broken)
+    named = f": --device {names}" if names else ""
+    yield Choice("devices", "cpu", f"CUDA devices are used where they are named{named}")
     for gpu in cuda:
         if gpu.kernels is not None:
             yield Choice(f"{gpu.name} kernels", gpu.kernels.name, gpu.kernels.why)

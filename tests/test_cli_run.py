@@ -48,6 +48,7 @@ def test_only_the_generated_text_is_on_stdout(capsys, chat_model):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_gpus_that_nobody_named_are_pointed_out(named, capsys, chat_model, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     flags = ("--device", "cpu") if named else ()
     _, _, err = run(capsys, chat_model, "-p", "Hello", "-n", "1", *GREEDY, *flags)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gguf_pp.backend import cuda_edges
 from gguf_pp.backend.cuda import CudaSet
 from tests.cuda_double import Double
 
@@ -12,9 +13,20 @@ def raws(backend):
     return {backend.idle, *streams}
 
 
-@pytest.fixture
-def devices():
-    return CudaSet([0, 1], [], api=Double())
+@pytest.fixture(params=["alone", "with edges"])
+def devices(request, monkeypatch):
+    """Edges between two are tried first, on streams as well."""
+    monkeypatch.setattr(cuda_edges, "TEST_BYTES", (256,))
+    return CudaSet([0, 1], [] if request.param == "alone" else [(0, 1)], api=Double())
+
+
+def test_trying_edges_again_and_again_makes_no_more_streams(monkeypatch):
+    monkeypatch.setattr(cuda_edges, "TEST_BYTES", (256,))
+    double, n_streams = Double(), []
+    for _ in range(3):
+        CudaSet([0, 1], [(0, 1)], api=double)
+        n_streams.append(len(double.world.streams))
+    assert n_streams[0] == n_streams[2]
 
 
 def test_streams_of_what_is_open_are_its_own_however_much_was_opened_before(devices):

@@ -256,15 +256,21 @@ def test_a_device_that_fails_is_broken_and_the_others_are_still_tried(asked, bro
     assert report.cuda[1].model == "Double 1"
 
 
-def test_kernels_that_cannot_be_tried_are_broken_and_the_others_are_still_tried(quick_cpu):
+class CompilerError(Exception):
+    """Triton has such, which are no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, CompilerError, AssertionError])
+def test_kernels_that_cannot_be_tried_are_broken_and_the_others_are_still_tried(kind, quick_cpu):
     def try_kernels(i, tell):
         if i == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB\nmore")
+            raise kind("CUDA out of memory. Tried to allocate 2.00 MiB\nmore")
         return Kernels("triton", "it runs", SOUND)
 
     report = examine(api=double(), cuda_kernels=try_kernels)
     assert [gpu.kernels is None for gpu in report.cuda] == [True, False]
     assert report.broken == ("cuda:0: kernels: CUDA out of memory. Tried to allocate 2.00 MiB",)
+    assert report.choices[1].why.endswith(": --device cuda:1")
 
 
 def test_kernels_of_a_device_are_tried_with_the_device_current(quick_cpu):

@@ -195,6 +195,12 @@ def test_virtual_devices_on_one_share_its_memory(chat_model):
     assert 0 < needed[1] - needed[0] < 64 << 20  # scratch and buffers of one more stage
 
 
+def test_a_device_is_one_however_its_number_is_written(chat_model):
+    flags = {"device": "cuda:0,cuda:00", "memory": "cuda:000=1g", "ctx_size": 64}
+    plan = planned(chat_model, **flags)
+    assert [stage.device.name for stage in plan.stages] == ["cuda:0", "cuda:0#2"]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -207,6 +213,7 @@ def test_virtual_devices_on_one_share_its_memory(chat_model):
         ({"device": "cpu,cpu:0"}, "cpu is all cores"),
         ({"device": "cpu:0", "memory": "cpu:1=1g"}, "'cpu:1', which is not among the devices"),
         ({"memory": "cuda:0=1g,cuda:0=2g"}, "twice"),
+        ({"memory": "cuda:0=1g,cuda:00=2g"}, "twice"),
         ({"memory": "1g,2g"}, "two sizes"),
         ({"memory": "cuda:0:1g"}, "is not a size"),
         ({"memory": "cuda:0="}, "is not a size"),
@@ -220,7 +227,7 @@ def test_a_bad_flag_is_one_clear_error(flags, words):
     assert words in str(caught.value)
 
 
-@given(st.dictionaries(st.from_regex(r"cuda:\d", fullmatch=True), st.integers(0, 1 << 40)))
+@given(st.dictionaries(st.from_regex(r"cuda:[0-9]", fullmatch=True), st.integers(0, 1 << 40)))
 def test_memory_reads_back(given_bytes):
     text = ",".join(f"{name}={n_bytes}" for name, n_bytes in given_bytes.items())
     assert parse_memory(text or None) == (None, given_bytes)

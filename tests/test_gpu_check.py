@@ -1,6 +1,6 @@
 """The frame of the script for a GPU: what is asked for, processes, budgets, failures, lines.
 
-Its sections are tested in gpu/test_sections.py.
+Its sections are tested in gpu/.
 """
 
 import json
@@ -177,7 +177,7 @@ def test_a_failure_ends_nothing_but_its_section(command):
     assert errors["crashes"] == "ended with code 7"
     assert [line["ok"] for line in lines.values()] == [False, False, False, True, False]
     assert all(lines[name]["figures"] == {"a": 1} for name in ("wrong", "raises", "crashes"))
-    assert lines["all"]["figures"] == {"right": 1, "wrong": 3, "not there": 0}
+    assert lines["all"]["figures"] == {"right": 1, "wrong": 3, "not there": 0, "cut short": 0}
 
 
 def heard(monkeypatch):
@@ -220,7 +220,8 @@ def test_what_the_budget_stops_is_not_wrong(command, monkeypatch):
 
     monkeypatch.setattr(threading, "Timer", Patient)
     code, lines = run(command, "hangs", budget_s=1.0)
-    assert code == 0
+    assert code == 3
+    assert (lines["all"]["ok"], lines["all"]["figures"]["cut short"]) == (None, 1)
     assert (lines["hangs"]["ok"], lines["hangs"]["figures"]) == (None, {"a": 1})
     assert lines["hangs"]["error"] == "not there: stopped after 1 s"
 
@@ -269,7 +270,7 @@ def test_what_is_not_there_is_not_wrong(command):
 
 def test_without_time_left_sections_are_told_and_not_started(command):
     code, lines = run(command, "crashes", budget_s=harness.LEAST_S / 2)
-    assert code == 0
+    assert code == 3
     assert (lines["crashes"]["ok"], lines["crashes"]["figures"]) == (None, {})
     assert "budget" in lines["crashes"]["error"]
 

@@ -51,14 +51,15 @@ def test_wrong_results_are_faults(where, spoil, fault, has_error, monkeypatch):
         assert (check.error is not None) is has_error
 
 
-def test_kernels_that_raise_are_a_fault_and_the_others_are_still_tried(monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError, Exception])
+def test_kernels_that_raise_are_a_fault_and_the_others_are_still_tried(kind, monkeypatch):
     monkeypatch.setattr("gguf_pp.ops.check.weight_types", lambda: weight_types()[-5:-3])
     calls = []
 
     def spoil(which, y):
         calls.append(which)
         if len(calls) == 1:
-            raise RuntimeError("CUDA error: no kernel image\nmore")
+            raise kind("CUDA error: no kernel image\nmore")
         return y
 
     one, two = check_kernels(ops_that(spoil), n_rows=4)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from gguf import GGML_QUANT_SIZES
 
 import gguf_pp.triton
 from gguf_pp.ops.torch_ops import rms_norm
+from gguf_pp.quants import reference
 from gguf_pp.triton import multiply_torch, quantize_torch, why_unusable
 from gguf_pp.triton.linear import MatrixOps
 from tests.live import peak_bytes
@@ -60,11 +62,13 @@ def test_pieces_of_a_matrix_begin_where_loads_are_wide():
 
 @pytest.mark.parametrize("type", [T.Q4_K, T.Q8_0, T.MXFP4, T.IQ2_XS, T.BF16], ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_dequantizing_takes_little_beside_its_result(type, dtype):
+def test_dequantizing_takes_little_beside_its_result(type, dtype, monkeypatch):
+    monkeypatch.setattr(reference, "_CPU_STEP", reference._STEP)  # as on a CUDA device
+    monkeypatch.setattr(multiply_torch, "PIECE_WEIGHTS", 1 << 19)
     raw = random_raw(type, 1024, 4096)
     ((_, w),) = torch_ops().matrix([raw]).parts()
     out = torch.empty(w.n_rows, w.n_cols, dtype=dtype)
-    assert peak_bytes(multiply_torch.dequantize, w, out, gain=w.gain) < 12 << 20
+    assert peak_bytes(multiply_torch.dequantize, w, out, gain=w.gain) < 15 << 19
 
 
 def test_rows_that_are_asked_for_are_dequantized_piece_by_piece(monkeypatch):
@@ -134,9 +138,13 @@ for exact in (True, False):
 
 def test_without_triton_all_loads_and_torch_computes():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_TRITON],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

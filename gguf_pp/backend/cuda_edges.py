@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from gguf_pp.backend import cuda_streams
 from gguf_pp.errors import PlacementError
 
 EdgeCopy = Literal["auto", "p2p", "host"]
@@ -109,10 +110,19 @@ def find_damage(
     api: Any, source: int, target: int, mode: Mode, sizes: Iterable[int] | None = None
 ) -> str:
     """Send random bytes from device to device and compare: what went wrong, or ""."""
-    cuda = api.cuda
-    x, d = (cuda.Stream(device=i, priority=-1) for i in (source, target))
+    x, d = (cuda_streams.take(api, i, compute=False) for i in (source, target))
+    try:
+        return _damage(api, x, d, mode, sizes or TEST_BYTES)
+    finally:
+        for stream in (x, d):
+            cuda_streams.give_back(api, stream.device_index, stream, compute=False)
+
+
+def _damage(api: Any, x: Any, d: Any, mode: Mode, sizes: Iterable[int]) -> str:
+    """The same on streams of the two devices, idle before and after."""
+    cuda, source, target = api.cuda, x.device_index, d.device_index
     random = np.random.Generator(np.random.PCG64(source << 16 | target))
-    for n_bytes in sizes or TEST_BYTES:
+    for n_bytes in sizes:
         sent = api.from_numpy(random.integers(0, 256, n_bytes, dtype=np.uint8))
         src = api.empty((n_bytes,), dtype=api.uint8, device=f"cuda:{source}")
         dst = api.empty((n_bytes,), dtype=api.uint8, device=f"cuda:{target}")

@@ -292,7 +292,9 @@ class Pipeline:
         self._load_weights(self.remote_stages, lambda done, total: None)
 
     def close(self) -> None:
-        """Stop the devices' threads, leave the workers, and drop weights and buffers."""
+        """Stop the devices' threads, leave the workers, and drop weights and buffers. Times of
+        slices that are not known by then never are: clocks have streams of the devices."""
+        self.trace.clocks.clear()
         self._devices.close()
         for stage in self.stages:
             if isinstance(stage, LayerStage):

@@ -82,7 +82,7 @@ def make_clock(backend: Backend) -> DeviceClock | None:
 
 def make_relay(name: str, budget: Budget, devices: Sequence[Backend]) -> CpuBackend:
     """This machine as a place between a worker and `devices`; in pinned memory, which they copy to
-    and from themselves, if CUDA's are among them."""
+    themselves, if CUDA's are among them."""
     for device in devices:
         if (cuda := _as_cuda(device)) is not None:
             from gguf_pp.backend.cuda_relay import Relay

@@ -50,7 +50,7 @@ def resolve(asked: Options) -> tuple[RuntimeConfig, tuple[PlannedDevice, ...]]:
     if unknown := [name for name in given if name not in map(_hardware, names)]:
         raise ConfigError(
             f"--memory is given for {unknown[0]!r}, which is not among the devices",
-            hint=f"the devices: {', '.join(names)}",
+            hint=f"the devices: {', '.join(dict.fromkeys(map(_hardware, names)))}",
         )
     # All other checks are those of the run; CPU devices of it may have a memory each.
     known = [f"cpu:{i}" if _is_cpu(name) else name for i, name in enumerate(names)]
@@ -95,8 +95,11 @@ def _hardware(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """A worker's name as it is written everywhere else."""
-    return str(parse_endpoint(name)) if is_remote(name) else name
+    """A name as it is written everywhere else: not cuda:00, nor a worker's without its port."""
+    if is_remote(name):
+        return str(parse_endpoint(name))
+    number = re.fullmatch(r"cuda:([0-9]{1,4})", name)
+    return f"cuda:{int(number[1])}" if number else name
 
 
 def _names(asked: Options, given: Iterable[str]) -> list[str]:
@@ -112,7 +115,7 @@ def _names(asked: Options, given: Iterable[str]) -> list[str]:
     if cpus := [name for name in names if _is_cpu(name)]:
         config.parse_devices(",".join(cpus))
     for name in names:
-        if not (_is_cpu(name) or is_remote(name) or re.fullmatch(r"cuda:\d{1,4}", name)):
+        if not (_is_cpu(name) or is_remote(name) or re.fullmatch(r"cuda:[0-9]{1,4}", name)):
             raise ConfigError(
                 f"no device {name!r}",
                 hint="a plan knows cpu, cpu:0,cpu:1,..., cuda:0 and tcp://host:port",

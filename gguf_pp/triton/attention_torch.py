@@ -14,8 +14,9 @@ from torch import Tensor
 from gguf_pp.ops.base import Attention
 
 SCRATCH_BYTES = 32 << 20
-"""What one step may take for float32 keys and values, or for scores, of as few as one kv head. All
-that lives at once is three times as much, which a device's margin has."""
+"""What one step may take for float32 keys and values, or for scores; a single kv head may take more
+for its own, a KiB for each cell of 128. All that lives at once is three times that, which is within
+a device's margin."""
 
 
 def seen_cells(positions: Tensor, n_cells: int, window: int) -> Tensor:
@@ -47,6 +48,7 @@ def decode_attention(
             outs[rows, heads] = _attend(
                 queries[rows, heads], keys, values, seen[:, None], spec, theirs
             )
+            del keys, values  # before the next are made
 
 
 def _slices(n: int, n_bytes_each: int) -> Iterator[slice]:
@@ -58,17 +60,13 @@ def _slices(n: int, n_bytes_each: int) -> Iterator[slice]:
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, spec: Attention,
     out: Tensor, *, n_cells: int, sinks: Tensor | None = None, exact: bool = False,
-    seen: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attend from rows of the slot of row 0 at any positions below `n_cells`; fills `out`.
 
     Unless `exact`, a float16 cache without softcap and sinks takes torch's fused attention, which
-    is at its best when `n_cells` is a multiple of 16. `seen` is the result of `seen_cells`, which
-    layers of the same window may share.
+    is at its best when `n_cells` is a multiple of 16.
     """
-    if seen is None:
-        seen = seen_cells(positions, n_cells, spec.window)
-    is_blank = ~seen.any(0)[:, None]  # [S, 1]
+    is_blank = (torch.arange(n_cells, device=q.device) > positions.max())[:, None]  # [S, 1]
     is_plain = not (exact or spec.softcap) and sinks is None and k.dtype == v.dtype != q.dtype
     n_group = spec.n_heads // spec.n_kv_heads
     queries, outs = (t.view(len(q), -1, n_group, spec.head_size) for t in (q, out))  # [L, K, G, D]
@@ -82,10 +80,9 @@ def prefill_attention(
         for rows in _slices(len(q), 2 * n_heads * n_group * n_cells * q.itemsize):
             # To a kv head, the heads of its group are so many rows more: [K, G, L, D].
             some = queries[rows, heads].permute(1, 2, 0, 3)
-            folded, mask = (
-                some.flatten(1, 2),
-                seen[rows].repeat(n_group, 1),
-            )  # [K, G L, D], [G L, S]
+            folded = some.flatten(1, 2)  # [K, G L, D]
+            seen = seen_cells(positions[rows], n_cells, spec.window)
+            mask = seen.repeat(n_group, 1)  # [G L, S]
             if is_plain:
                 y = _fused(folded, keys, values, mask, spec.scale)
             else:
@@ -94,6 +91,7 @@ def prefill_attention(
                     sink = sinks.view(-1, n_group)[heads].repeat_interleave(some.shape[2], 1)
                 y = _attend(folded, keys, values, mask, spec, sink)
             outs[rows, heads] = y.view(some.shape).permute(2, 0, 1, 3)
+        del keys, values
 
 
 def _attend(

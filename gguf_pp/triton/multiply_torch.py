@@ -15,8 +15,8 @@ from torch import Tensor
 from gguf_pp.triton.planes import Planes
 from gguf_pp.triton.quantize_torch import HalfRows, Int8Rows, transposed
 
-PIECE_WEIGHTS = 1 << 20
-"""As many are float32 at a time on their way to 16 bits."""
+PIECE_WEIGHTS = 1 << 22
+"""As many are dequantized at a time: what that takes beside the result is up to 9 bytes each."""
 
 
 class Pairs(NamedTuple):
@@ -100,15 +100,16 @@ def gemm_tiles(x: HalfRows, w: Planes, out: Tensor, tiles: Tiles, n_share: int) 
 
 def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float = 1.0) -> Tensor:
     """Rows `ids` (int64 [T]), or all, `gain` times too large, to `out` [T, n_cols] of any dtype."""
-    if out.dtype == torch.float32:
-        w.dequantize(out, ids)
-        return out if gain == 1.0 else out.mul_(gain)
     n_rows = max(1, PIECE_WEIGHTS // w.n_cols)
-    values = torch.empty(min(n_rows, len(out)), w.n_cols, device=out.device)
+    is_float = out.dtype == torch.float32
+    room = out if is_float else torch.empty(min(n_rows, len(out)), w.n_cols, device=out.device)
     for first in range(0, len(out), n_rows):
         stop = min(first + n_rows, len(out))
         piece, theirs = (w.rows(first, stop), None) if ids is None else (w, ids[first:stop])
-        out[first:stop] = piece.dequantize(values[: stop - first], theirs).mul_(gain)
+        values = piece.dequantize(out[first:stop] if is_float else room[: stop - first], theirs)
+        values.mul_(gain)
+        if not is_float:
+            out[first:stop] = values
     return out
 
 

@@ -5,9 +5,9 @@
 Runs from the source tree, installed or not, with torch 2.11 and Triton 3.6 or later; of packages it
 needs those that gguf-pp does. The first layers of a real model are tried as well, if `gguf-pp pull
 smollm2-135m` has put it into the cache. Sections come in the order of what is worst to have wrong.
-A line has: section, ok (null where there is nothing to try), seconds, figures, error. Exits with 0,
-with 1 if anything is wrong, with 2 where there is no CUDA device. stderr is for whoever looks into
-it.
+A line has: section, ok (null where there is nothing to try, or no time for it), seconds, figures,
+error. Exits with 0, with 1 if anything is wrong, with 2 where there is no CUDA device or a package
+is lacking, with 3 if there was no time for all of it. stderr is for whoever looks into it.
 """
 
 import argparse

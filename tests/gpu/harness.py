@@ -127,12 +127,13 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     nothing: bool = False
+    is_cut: bool = False
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool | None:
-        """None if there was nothing to try."""
-        return False if self.faults else None if self.nothing else True
+        """None if there was nothing to try, or no time to go through with it."""
+        return False if self.faults else None if self.nothing or self.is_cut else True
 
     def hear(self, text: str) -> bool:
         """Take in what a child says; whether that was all."""
@@ -184,7 +185,7 @@ def run_part(command: Sequence[str], timeout_s: float, *, is_cut: bool = False) 
         _children.remove(child)
     if late.is_set():
         (outcome.missing if is_cut else outcome.faults).append(f"stopped after {timeout_s:.0f} s")
-        outcome.nothing |= is_cut
+        outcome.is_cut = is_cut
     elif not is_done:
         outcome.faults.append(f"ended with code {code}")
     outcome.seconds = time.monotonic() - start
@@ -219,7 +220,7 @@ def run_section(
         left_s = timeout_s - (time.monotonic() - start)
         if left_s < LEAST_S:
             told = ["no time left"]
-            return Outcome(missing=told, nothing=True) if is_cut else Outcome(faults=told)
+            return Outcome(missing=told, is_cut=True) if is_cut else Outcome(faults=told)
         return run_part(command(section, part), left_s, is_cut=is_cut)
 
     whole = Outcome()
@@ -239,6 +240,7 @@ def run_section(
             whole.faults += [prefix + text for text in outcome.faults]
             whole.missing += [prefix + text for text in outcome.missing]
             whole.nothing |= outcome.nothing
+            whole.is_cut |= outcome.is_cut
     whole.seconds = time.monotonic() - start
     return whole
 
@@ -252,24 +254,27 @@ def run_all(
 ) -> int:
     """Run sections in turn within `budget_s`, emit a line for each and one for all.
 
-    Returns 0, or 1 if anything is wrong. A section for which there is no time is not wrong.
+    Returns 0, or 1 if anything is wrong, or 3 if there was no time for all of it.
     """
     start = time.monotonic()
     results: list[bool | None] = []
+    n_cut = 0
     for section in sections:
         left_s = budget_s - (time.monotonic() - start)
         if left_s < LEAST_S:
-            outcome = Outcome(missing=["time: the budget is spent"], nothing=True)
+            outcome = Outcome(missing=["time: the budget is spent"], is_cut=True)
         else:
             outcome = run_section(section, command, left_s, jobs)
         results.append(outcome.ok)
+        n_cut += outcome.is_cut and outcome.ok is None
         emit(finite(outcome.line(section.name)))
     meaning = {"right": True, "wrong": False, "not there": None}
     figures = {name: results.count(ok) for name, ok in meaning.items()}
-    whole = Outcome(figures, seconds=time.monotonic() - start)
+    figures |= {"not there": figures["not there"] - n_cut, "cut short": n_cut}
+    whole = Outcome(figures, is_cut=n_cut > 0, seconds=time.monotonic() - start)
     whole.faults += ["see the sections"] if False in results else []
     emit(whole.line("all"))
-    return 1 if False in results else 0
+    return 1 if False in results else 3 if n_cut else 0
 
 
 def out_of(stream: TextIO = sys.stdout) -> Callable[[dict[str, Any]], None]:

@@ -1,6 +1,7 @@
 """A whole model on the device, by the interface that users have: ids, speed, graphs, a worker."""
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ N_STREAMS = 16
 PROMPT_UBATCHES = 8
 PART_ROWS = 256
 """Of a ubatch that cuBLAS multiplies."""
+N_AT_ONCE = 4
 REAL, REAL_LAYERS = "smollm2-135m", 8
 EXACT_LOGITS, ROUNDED_LOGITS = 2e-3, 0.2
 """The most that logits may be off from the CPU's, in their standard deviations."""
@@ -105,9 +107,12 @@ def check_real(part: str, report: Report) -> None:
 def _against_cpu(report: Report, path: Path, way: str) -> dict[str, Any]:
     """How many ids are those of the CPU, and how far logits are off, computed in one of WAYS."""
     exact = way != "default"
-    with load(path, ["cpu"]) as llm:
+    # Other ways are computed at the same time, each with a CPU's answer of its own.
+    threads = str(max(1, (os.cpu_count() or 1) // N_AT_ONCE))
+    with load(path, ["cpu"], threads=threads) as llm:
         wanted, wanted_logits = outcome(llm)
-    with load(path, MIXED if way == "with the CPU" else ONE, exact=exact) as llm:
+    devices = MIXED if way == "with the CPU" else ONE
+    with load(path, devices, exact=exact, threads=threads) as llm:
         ids, logits = outcome(llm)
     differ = (i for i, (a, b) in enumerate(zip(ids, wanted, strict=True)) if a != b)
     n_equal = next(differ, len(ids))
@@ -146,10 +151,12 @@ def _under_a_cap(report: Report, path: Path) -> None:
     before = _allocated()
     with load(path, ONE, ctx_size=None, memory=CAP.format(n_bytes)) as llm:
         got, n_cells = answer(llm), llm.ctx_size
-    report.tell(cap={
-        "context": n_full, "context_capped": n_cells,
-        "cap_mib": n_bytes >> 20, "peak_mib": (_allocated(peak=True) - before) >> 20,
-    })  # fmt: skip
+    report.tell(
+        context=n_full,
+        context_capped=n_cells,
+        cap_mib=n_bytes >> 20,
+        peak_mib=(_allocated(peak=True) - before) >> 20,
+    )
     report.require(n_cells < n_full, f"under a cap the context is {n_cells} of {n_full}")
     report.require(got == wanted, "under a cap the ids are others")
 
@@ -179,7 +186,7 @@ def _rates(report: Report, path: Path) -> None:
     ):
         with load(path, devices, parallel=n_streams, exact=False) as llm:
             if n_groups is not None:
-                _force_groups(llm, n_groups)
+                force_groups(llm, n_groups)
             _decode(llm, n_streams, 4)
             start = time.perf_counter()
             n_made = _decode(llm, n_streams, N_TOKENS)
@@ -198,7 +205,8 @@ def _decoded(llm: LLM, n_streams: int, n_tokens: int) -> list[list[int]]:
     return [completion.ids for completion in made]
 
 
-def _force_groups(llm: LLM, n: int) -> None:
+def force_groups(llm: LLM, n: int) -> None:
+    """Have as many groups in flight, if there are sequences for them, whatever steps take."""
     engine = llm._engine
 
     def groups(n_decoding: int) -> int:
@@ -301,7 +309,7 @@ def check_graphs(part: str, report: Report) -> None:
                 with load(path, devices, **options) as llm:
                     # Groups of other sizes may be rounded otherwise, and their number is chosen by
                     # what steps take, which graphs change.
-                    _force_groups(llm, len(devices))
+                    force_groups(llm, len(devices))
                     rate, first = _prompt_rate(llm)
                     _decode(llm, n_streams, 8)
                     start = time.perf_counter()
