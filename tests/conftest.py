@@ -10,6 +10,9 @@ import torch
 from gguf import GGUFWriter, TokenType
 from hypothesis import HealthCheck, settings
 
+# Whether Triton's kernels run on the CPU is settled when it is first imported, for the process.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # How long an example takes says something about the machine, not about the code. What is looked
 # for at every run elsewhere is the same at every run of CI.
 settings.register_profile(

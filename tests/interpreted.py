@@ -1,11 +1,5 @@
-"""Import first to have Triton's kernels run on the CPU, or to skip a module without Triton.
-
-How kernels run is settled when Triton is first imported, for the whole process.
-"""
-
-import os
+"""Import to skip a module without Triton, whose kernels run on the CPU in tests (conftest)."""
 
 import pytest
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="Triton is not installed")
