@@ -15,7 +15,7 @@ from gguf_pp.backend import cpu_trials, cuda_trials
 from gguf_pp.backend.cpu import Budget, CpuBackend
 from gguf_pp.backend.cuda_edges import Current, Mode, find_damage
 from gguf_pp.backend.host import share_cores, system_memory
-from gguf_pp.errors import ConfigError
+from gguf_pp.errors import ConfigError, in_short
 from gguf_pp.native import describe, kernels
 from gguf_pp.ops import make_ops
 from gguf_pp.ops.check import KernelCheck, check_kernels
@@ -178,8 +178,7 @@ def _try(name: str, work: Callable[[], tuple[bool | None, str]], *, needed: bool
     try:
         return Check(name, *work(), needed=needed)
     except Exception as exc:  # noqa: BLE001 - of whatever kind, it goes into the report
-        lines = str(exc).splitlines()
-        return Check(name, False, lines[0] if lines else type(exc).__name__, needed=needed)
+        return Check(name, False, in_short(exc), needed=needed)
 
 
 # The CPU.

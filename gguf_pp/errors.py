@@ -54,3 +54,8 @@ class DownloadError(GgufPpError):
 
 class RemoteError(GgufPpError):
     """A peer is unreachable, speaks another version, or went away."""
+
+
+def in_short(exc: BaseException) -> str:
+    """The first line of what went wrong: torch adds advice on where to look."""
+    return (str(exc).splitlines() or [type(exc).__name__])[0]

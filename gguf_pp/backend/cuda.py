@@ -25,7 +25,7 @@ from gguf_pp.backend.cuda_edges import Current, EdgeCopy, Mode, Pinned, choose_m
 from gguf_pp.backend.cuda_relay import Broke, PinnedBuffer, ignore, telling
 from gguf_pp.backend.host import share_cores
 from gguf_pp.config import Device
-from gguf_pp.errors import ConfigError
+from gguf_pp.errors import ConfigError, in_short
 
 CORE_BYTES_PER_S = 8e9
 """What a core of a CPU reads, about: the unit of `relative_speed`."""
@@ -261,11 +261,6 @@ class CudaBackend:
                 cuda_streams.give_back(self.api, self.index, raw, compute=compute)
         self._streams.clear()
         self._raws.clear()
-
-
-def in_short(exc: RuntimeError) -> str:
-    """What went wrong, without torch's advice on where to look."""
-    return (str(exc).splitlines() or [type(exc).__name__])[0]
 
 
 def _relative_speed(properties: Any) -> float:

@@ -111,11 +111,10 @@ def find_damage(
 ) -> str:
     """Send random bytes from device to device and compare: what went wrong, or ""."""
     x, d = (cuda_streams.take(api, i, compute=False) for i in (source, target))
-    try:
-        return _damage(api, x, d, mode, sizes or TEST_BYTES)
-    finally:
-        for stream in (x, d):
-            cuda_streams.give_back(api, stream.device_index, stream, compute=False)
+    damage = _damage(api, x, d, mode, sizes or TEST_BYTES)
+    for stream in (x, d):  # not if that raised: what a broken device had is used no more
+        cuda_streams.give_back(api, stream.device_index, stream, compute=False)
+    return damage
 
 
 def _damage(api: Any, x: Any, d: Any, mode: Mode, sizes: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gguf_pp.errors import in_short
 from gguf_pp.ops.base import Matrix
 from gguf_pp.quants.raw import RawTensor
 from gguf_pp.quants.reference import PLAIN, SUPPORTED, dequantize
@@ -99,7 +100,7 @@ def _check(
                 error = errors[-1] if math.isfinite(errors[-1]) else None
                 return KernelCheck(type.name, error, fault)
     except Exception as exc:  # noqa: BLE001 - of whatever kind, it is reported
-        return KernelCheck(type.name, None, str(exc).split("\n")[0] or repr(exc))
+        return KernelCheck(type.name, None, in_short(exc))
     return KernelCheck(type.name, max(errors), "")
 
 

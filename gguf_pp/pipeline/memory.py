@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gguf_pp.backend.base import OutOfMemory, is_out_of_memory
-from gguf_pp.errors import PlacementError
+from gguf_pp.errors import PlacementError, in_short
 
 MIN_UBATCH_SIZE = 32
 MIN_CTX_SIZE = 512
@@ -81,7 +81,7 @@ def _try(attempt: Callable[[Rung], T], rung: Rung) -> tuple[T | None, str | None
             raise
         if isinstance(exc, OutOfMemory):
             return None, str(exc)
-        return None, str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+        return None, in_short(exc)
 
 
 def _step_down(rung: Rung, smaller: Rung) -> str:

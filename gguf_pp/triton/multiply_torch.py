@@ -107,7 +107,8 @@ def dequantize(w: Planes, out: Tensor, *, ids: Tensor | None = None, gain: float
         stop = min(first + n_rows, len(out))
         piece, theirs = (w.rows(first, stop), None) if ids is None else (w, ids[first:stop])
         values = piece.dequantize(out[first:stop] if is_float else room[: stop - first], theirs)
-        values.mul_(gain)
+        if gain != 1.0:
+            values.mul_(gain)
         if not is_float:
             out[first:stop] = values
     return out

@@ -10,7 +10,7 @@ from gguf_pp.backend.cpu import Budget
 from gguf_pp.backend.cuda_budget import CudaBudget
 from gguf_pp.backend.cuda_relay import Relay
 from gguf_pp.config import Device, EdgeCopy
-from gguf_pp.errors import PlacementError
+from gguf_pp.errors import PlacementError, in_short
 from gguf_pp.triton import ops
 
 log = logging.getLogger("gguf_pp")
@@ -135,7 +135,7 @@ class CudaLender:
         try:
             return self.here.budgets[index].memory().free_bytes
         except RuntimeError as exc:
-            self.condemn(index, cuda.in_short(exc))
+            self.condemn(index, in_short(exc))
             return 0
 
     def describe(self, name: str) -> dict[str, Any]:
